@@ -1,0 +1,321 @@
+"""Every option of the engine and the server, each documented once.
+
+A field here is the library's keyword, the command-line flag (`max_num_seqs` -> `--max-num-seqs`), the line
+in `--help` and the row in the README. Names and meanings equal vLLM's where the meaning is equal. Groups
+are frozen; `resolve()` turns "not given" into concrete values once, from the model and the hardware, and
+nothing writes to a configuration afterwards. This is the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aioengine.errors import InvalidConfig
+
+MIB = 1 << 20
+
+
+def option(default: Any, help: str, *, metavar: str | None = None) -> Any:
+    """A configuration field: its default and the one sentence that documents it everywhere."""
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its weights, tokenizer and defaults are read."""
+
+    model: str = option("smollm2", "Folder, GGUF file, Hugging Face id, or the built-in name smollm2.")
+    tokenizer: str | None = option(None, "Folder or Hugging Face id of another tokenizer than the model's.")
+    revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
+    served_model_name: str | None = option(None, "Name that the API shows and accepts; by default the model's.")
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = option(
+        "auto", "How weights are read; dummy fills them with random numbers."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of activations: auto is float32 on a CPU, the checkpoint's 16-bit type on a GPU."
+    )
+    max_model_len: int | None = option(None, "Longest prompt plus output in tokens; by default the model's own.")
+    generation_config: Literal["auto", "neutral"] = option(
+        "auto", "Sampling defaults from the model's generation_config.json, or neutral ones."
+    )
+    chat_template: str | None = option(None, "File with a Jinja chat template that replaces the model's.")
+    seed: int = option(0, "Seed of dummy weights and of the seeds given to requests without one.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "Tokens per KV block.")
+    enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
+    prefix_caching_hash_algo: Literal["xxh3_128", "sha256"] = option(
+        "xxh3_128",
+        "Block hash: xxh3_128 has a random root per process; sha256 has a fixed one that processes can share.",
+    )
+    gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory that the engine may use.")
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV pool in bytes; by default 512 MiB or one full context on a CPU, what is left on a GPU."
+    )
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever the memory.")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of stored keys and values; auto is the type of the activations."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step, and with how many tokens."""
+
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens in one step; by default 512 on a CPU and 8192 on a GPU."
+    )
+    max_num_seqs: int | None = option(
+        None, "Most requests running at once; by default 64 on a CPU and 512 on a GPU."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "First come first served, or smaller priority number first."
+    )
+    enable_chunked_prefill: bool = option(True, "Split long prompts over several steps.")
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one request in a step while others wait or run; 0 sets no limit."
+    )
+    async_scheduling: bool | None = option(
+        None, "Schedule one step ahead of the device; by default on a GPU only."
+    )
+    max_waiting_requests: int | None = option(
+        None, "Refuse new requests with 429 while this many wait; by default there is no limit."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """Where and how the engine runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device that runs the model.")
+    num_threads: int | None = option(None, "Threads of a CPU device; by default all cores this process may use.")
+    optimization_level: Literal[0, 1, 2, 3] = option(
+        2, "0 runs every step eagerly; 1 and above replay CUDA graphs where the device has them."
+    )
+    log_stats_interval_s: float = option(10.0, "Seconds between log lines about queues and cache; 0 for none.")
+    disable_log_stats: bool = option(False, "Keep no statistics and export no metrics but the build's.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server of `aioengine serve`."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    api_key: str | None = option(None, "Bearer token that clients must send; by default AIOENGINE_API_KEY.")
+    max_request_bytes: int = option(16 * MIB, "Largest request body.")
+    allow_origins: str | None = option(None, "Comma-separated origins that browsers may call from, or *.")
+    drain_timeout_s: float = option(30.0, "Seconds that running requests may take to finish at shutdown.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe messages to log.")
+
+    def effective_api_key(self) -> str | None:
+        """The key to ask for: the flag, else the environment variable AIOENGINE_API_KEY."""
+        return self.api_key or os.environ.get("AIOENGINE_API_KEY") or None
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "runtime": RuntimeConfig,
+}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class EngineConfig:
+    """All options of an engine, in groups.
+
+    Options are given flat, by the names of the groups' fields, as on the command line::
+
+        EngineConfig(model="smollm2", max_num_seqs=16)
+
+    Raises:
+        InvalidConfig: an unknown option, or a value of the wrong type or out of range.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    runtime: RuntimeConfig
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        options["model"] = model
+        owners = {f.name: group for group, cls in GROUPS.items() for f in dataclasses.fields(cls)}
+        chosen: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in options.items():
+            if name not in owners:
+                near = difflib.get_close_matches(name, owners, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise InvalidConfig(f"unknown option {name}{hint}", param=name)
+            chosen[owners[name]][name] = value
+        for group, cls in GROUPS.items():
+            made = cls(**chosen[group])
+            check_group(made)
+            object.__setattr__(self, group, made)
+
+
+def option_fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """The fields of a group with their resolved types, in order: what flags and tables are made from."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        yield f, hints[f.name]
+
+
+def allowed_values(hint: Any) -> tuple[Any, ...] | None:
+    """The values of a `Literal`, or None for other types."""
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else None
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """`X | None` -> (X, True); other types -> (itself, False)."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        return rest[0], True
+    return hint, False
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_model_len": (1, 2**31 - 1),
+    "block_size": (1, 1024),
+    "gpu_memory_utilization": (0.01, 1.0),
+    "kv_cache_memory_bytes": (1, 2**50),
+    "num_gpu_blocks_override": (2, 2**31 - 1),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_num_seqs": (1, 2**16),
+    "long_prefill_token_threshold": (0, 2**31 - 1),
+    "max_waiting_requests": (1, 2**31 - 1),
+    "num_threads": (1, 1024),
+    "log_stats_interval_s": (0, 86400),
+    "port": (0, 65535),
+    "max_request_bytes": (1024, 2**40),
+    "drain_timeout_s": (0, 86400),
+    "seed": (0, 2**63 - 1),
+}
+
+
+def check_group(group: object) -> None:
+    """Checks the type and range of every field of a configuration group.
+
+    Raises:
+        InvalidConfig: with the option's name, what was given and what is allowed.
+    """
+    for f, hint in option_fields(type(group)):
+        value = getattr(group, f.name)
+        inner, optional = without_none(hint)
+        if value is None and optional:
+            continue
+        choices = allowed_values(inner)
+        if choices is not None:
+            if value not in choices or isinstance(value, bool):
+                allowed = ", ".join(map(str, choices))
+                raise InvalidConfig(f"{f.name}={value!r} must be one of {allowed}", param=f.name)
+            continue
+        accepted = (int, float) if inner is float else inner
+        if not isinstance(value, accepted) or (isinstance(value, bool) and inner is not bool):
+            raise InvalidConfig(f"{f.name}={value!r} must be of type {inner.__name__}", param=f.name)
+        if f.name in _RANGES:
+            low, high = _RANGES[f.name]
+            if not low <= value <= high:
+                raise InvalidConfig(f"{f.name}={value} must lie between {low:g} and {high:g}", param=f.name)
+
+
+def cache_home() -> Path:
+    """Folder of downloaded and compiled files: `AIOENGINE_CACHE`, else `XDG_CACHE_HOME`/aioengine or ~/.cache."""
+    own = os.environ.get("AIOENGINE_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioengine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """The concrete numbers an engine runs with; made once by `resolve()` and printed at start."""
+
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["float32", "bfloat16", "float16"]
+    max_model_len: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool
+    optimization_level: int
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, also inside a container with an affinity mask."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resolve(
+    config: EngineConfig, *, model_max_len: int, model_dtype: str, cuda_available: bool, num_cores: int
+) -> ResolvedConfig:
+    """Fills in every option that was not given. Pure: the same arguments give the same result.
+
+    Args:
+        model_max_len: the context window of the checkpoint, tokens.
+        model_dtype: the checkpoint's own float type (``float32``, ``bfloat16`` or ``float16``).
+
+    Raises:
+        InvalidConfig: the options contradict each other, the model or the hardware.
+    """
+    device = config.runtime.device
+    if device == "auto":
+        device = "cuda" if cuda_available else "cpu"
+    if device == "cuda" and not cuda_available:
+        raise InvalidConfig("device=cuda, but PyTorch sees no CUDA device; use --device cpu", param="device")
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" or model_dtype == "float32" else model_dtype  # type: ignore[assignment]
+    on_cpu = device == "cpu"
+    max_model_len = config.model.max_model_len or model_max_len
+    if max_model_len > model_max_len:
+        raise InvalidConfig(
+            f"max_model_len={max_model_len} is above the model's context window of {model_max_len}",
+            param="max_model_len",
+        )
+    max_num_seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 512)
+    budget = config.scheduler.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    if budget < max_num_seqs:
+        if config.scheduler.max_num_seqs is not None:
+            raise InvalidConfig(
+                f"max_num_batched_tokens={budget} is below max_num_seqs={max_num_seqs}: "
+                "every running request needs one token per step",
+                param="max_num_batched_tokens",
+            )
+        max_num_seqs = budget
+    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+        if config.scheduler.max_num_batched_tokens is not None:
+            raise InvalidConfig(
+                f"without chunked prefill, max_num_batched_tokens={budget} must reach max_model_len={max_model_len}",
+                param="max_num_batched_tokens",
+            )
+        budget = max_model_len
+    async_scheduling = config.scheduler.async_scheduling
+    return ResolvedConfig(
+        device=device,
+        num_threads=config.runtime.num_threads or num_cores,
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype,
+        max_model_len=max_model_len,
+        block_size=config.cache.block_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
+        optimization_level=config.runtime.optimization_level,
+    )
