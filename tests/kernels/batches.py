@@ -1,0 +1,127 @@
+"""Random paged batches with a dense float64 answer, and step buffers packed the slow way.
+
+Used by the kernel tests and by `bench/gpu_kernels.py`. A batch holds every sequence's keys and values twice:
+contiguous, for the dense answer, and scattered over shuffled blocks of a cache that is NaN elsewhere, so that
+a kernel that reads a slot nobody owns is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expectation; NaN or infinity gives infinity."""
+    expected = expected.double().to(out.device)
+    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    return error.item() if bool(torch.isfinite(error)) else float("inf")
+
+
+def random_like_activations(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device).to(dtype)
+
+
+@dataclass
+class PagedBatch:
+    q: torch.Tensor  # [T_padded, H * D]
+    kv_cache: torch.Tensor  # [blocks, KH, block_size, 2D]
+    block_table: torch.Tensor  # [S_padded, max_blocks]
+    query_start_loc: torch.Tensor  # [S_padded + 1]
+    seq_lens: torch.Tensor  # [S_padded]
+    keys: list[torch.Tensor]  # per row [seq_len, KH, D]
+    values: list[torch.Tensor]
+    query_lens: list[int]
+    num_heads: int
+
+    def dense(
+        self,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The answer, one query and one head group at a time in float64; padding rows are zero."""
+        head_dim = self.kv_cache.shape[3] // 2
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
+        token = 0
+        for keys, values, query_len in zip(self.keys, self.values, self.query_lens, strict=True):
+            seq_len, num_kv_heads = keys.shape[0], keys.shape[1]
+            group = self.num_heads // num_kv_heads
+            for position in range(seq_len - query_len, seq_len):
+                first = max(0, position - window + 1) if window else 0
+                k = keys[first : position + 1].double().repeat_interleave(group, dim=1)
+                v = values[first : position + 1].double().repeat_interleave(group, dim=1)
+                q = self.q[token].double().view(self.num_heads, head_dim)
+                scores = torch.einsum("hd,khd->hk", q, k) * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.exp()
+                total = weights.sum(dim=1)
+                if sinks is not None:
+                    total = total + sinks.double().exp()
+                out[token] = torch.einsum("hk,khd->hd", weights / total[:, None], v).flatten()
+                token += 1
+        return out
+
+
+def paged_batch(
+    lens: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    padding_tokens: int = 0,
+    padding_rows: int = 0,
+    spare_blocks: int = 3,
+) -> PagedBatch:
+    """A batch of (context length, query length) rows; the null block holds large finite values."""
+    generator = torch.Generator(device).manual_seed(seed)
+    seq_lens = [context + query for context, query in lens]
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    max_blocks = max(counts, default=0) + 2
+    num_blocks = 1 + sum(counts) + spare_blocks
+    order = (1 + torch.randperm(num_blocks - 1, generator=generator, device=device)).tolist()
+    cache = torch.full(
+        (num_blocks, num_kv_heads, block_size, 2 * head_dim), float("nan"), dtype=dtype, device=device
+    )
+    cache[0] = 3e4
+    rows = len(lens) + padding_rows
+    table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+    keys, values = [], []
+    for row, seq_len in enumerate(seq_lens):
+        shape = (seq_len, num_kv_heads, head_dim)
+        keys.append(random_like_activations(*shape, dtype=dtype, generator=generator))
+        values.append(random_like_activations(*shape, dtype=dtype, generator=generator))
+        blocks = [order.pop() for _ in range(counts[row])]
+        table[row, : counts[row]] = torch.tensor(blocks, dtype=torch.int32, device=device)
+        for logical, block in enumerate(blocks):
+            part = slice(logical * block_size, min((logical + 1) * block_size, seq_len))
+            size = part.stop - part.start
+            cache[block, :, :size, :head_dim] = keys[row][part].transpose(0, 1)
+            cache[block, :, :size, head_dim:] = values[row][part].transpose(0, 1)
+    query_lens = [query for _, query in lens]
+    num_tokens = sum(query_lens)
+    starts = [0]
+    for query_len in query_lens + [0] * padding_rows:
+        starts.append(starts[-1] + query_len)
+    width = num_heads * head_dim
+    return PagedBatch(
+        q=random_like_activations(num_tokens + padding_tokens, width, dtype=dtype, generator=generator),
+        kv_cache=cache,
+        block_table=table,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens + [0] * padding_rows, dtype=torch.int32, device=device),
+        keys=keys,
+        values=values,
+        query_lens=query_lens,
+        num_heads=num_heads,
+    )

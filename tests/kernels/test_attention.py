@@ -1,0 +1,134 @@
+"""Paged attention of mixed batches against dense attention in float64.
+
+Every cache slot that no sequence owns is NaN, so finite output means that no stale slot was read (INV-26).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aioengine.kernels import attention
+
+from tests.kernels.batches import RELATIVE_ERROR, PagedBatch, paged_batch, relative_error
+
+MIXED = [(0, 5), (17, 1), (40, 1), (3, 9), (0, 1), (63, 1), (64, 2), (15, 17)]
+DECODES = [(0, 1), (15, 1), (16, 1), (17, 1), (130, 1), (63, 1)]
+
+
+@pytest.fixture
+def attend(run):
+    def call(batch: PagedBatch, scale: float, **options) -> torch.Tensor:
+        return attention.paged_attention_ref(
+            batch.q,
+            batch.kv_cache,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            scale,
+            **options,
+        )
+
+    return call
+
+
+def check(attend, batch: PagedBatch, dtype: torch.dtype, **options) -> None:
+    scale = 0.2
+    out = attend(batch, scale, **options)
+    real = sum(batch.query_lens)
+    assert relative_error(out[:real], batch.dense(scale, **options)[:real]) < RELATIVE_ERROR[dtype]
+    assert bool((out[real:] == 0).all()), "padding tokens give zeros"
+
+
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)], ids=["gqa2", "mha", "gqa7"])
+def test_paged_equals_dense(attend, lens, heads, dtype, device):
+    batch = paged_batch(
+        lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, dtype=dtype, device=device
+    )
+    check(attend, batch, dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 80])
+def test_block_and_head_sizes(attend, block_size, head_dim, dtype, device):
+    batch = paged_batch(
+        [(33, 3), (20, 1)],
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+    )
+    check(attend, batch, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 1000])
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_sliding_window(attend, lens, window, device, dtype):
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, seed=2)
+    check(attend, batch, dtype, window=window)
+
+
+@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_soft_cap_and_sinks(attend, lens, dtype, device):
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, seed=3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
+    check(attend, batch, dtype, softcap=3.0)
+    check(attend, batch, dtype, sinks=sinks)
+    check(attend, batch, dtype, softcap=5.0, sinks=sinks, window=20)
+
+
+@pytest.mark.parametrize("lens", [MIXED, DECODES, []], ids=["mixed", "decodes", "empty"])
+@pytest.mark.parametrize(("padding_tokens", "padding_rows"), [(0, 3), (40, 0), (5, 9)])
+def test_padding_gives_zeros_and_changes_nothing(attend, lens, padding_tokens, padding_rows, dtype, device):
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": device, "seed": 4}
+    if not lens and not padding_rows:
+        padding_rows = 1
+    padded = paged_batch(lens, padding_tokens=padding_tokens, padding_rows=padding_rows, **sizes)
+    out = attend(padded, 0.2)
+    real = sum(padded.query_lens)
+    assert bool((out[real:] == 0).all())
+    if lens:
+        exact = paged_batch(lens, **sizes)
+        exact.q = padded.q[:real]
+        assert torch.equal(out[:real], attend(exact, 0.2)), "a row depends on the padding"
+
+
+def test_chunks_of_a_prompt_give_the_rows_of_the_whole(attend, dtype, device):
+    """INV-47: any split of a prompt yields the same outputs within tolerance."""
+    whole = paged_batch([(0, 37)], num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    expected = whole.dense(0.2)
+    for split in range(1, 37, 5):
+        rows = []
+        for start, end in ((0, split), (split, 37)):
+            part = PagedBatch(
+                q=whole.q[start:end],
+                kv_cache=whole.kv_cache,
+                block_table=whole.block_table,
+                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+                keys=[],
+                values=[],
+                query_lens=[end - start],
+                num_heads=4,
+            )
+            rows.append(attend(part, 0.2))
+        assert relative_error(torch.cat(rows), expected) < RELATIVE_ERROR[dtype], f"split at {split}"
+
+
+def test_cache_with_swapped_strides(attend, dtype, device):
+    """F7: block_size may come before the heads in memory; only strides differ."""
+    batch = paged_batch(MIXED, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    batch.kv_cache = batch.kv_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not batch.kv_cache.is_contiguous()
+    check(attend, batch, dtype)
+
+
+def test_large_scores_do_not_overflow(attend, dtype, device):
+    batch = paged_batch(
+        [(50, 1), (0, 20)], num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype, device=device
+    )
+    batch.q *= 60
+    out = attend(batch, 1.0)
+    assert bool(torch.isfinite(out).all())
