@@ -1,0 +1,29 @@
+"""Chained hashes of full blocks."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+def key_tail(extra_keys: bytes, cache_salt: bytes) -> bytes:
+    """The extra keys and the salt as they enter a block's hash, each with its length in front."""
+
+@final
+class BlockHasher:
+    """Hashes blocks with `xxh3_128` or `sha256`.
+
+    Args:
+        root_seed: what all chains start from. None means 32 random bytes for xxh3_128, a fixed public
+            string for sha256.
+
+    Raises:
+        ValueError: an unknown algorithm.
+    """
+
+    algo: str
+    digest_size: int
+    """Bytes per hash: 16 or 32."""
+
+    def __init__(self, algo: Literal["xxh3_128", "sha256"] = "xxh3_128", root_seed: bytes | None = None) -> None: ...
+    def chain(
+        self, token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"", cache_salt: bytes = b""
+    ) -> list[bytes]:
+        """The hashes of all full blocks of a sequence."""

@@ -1,0 +1,33 @@
+# The records of all KV blocks and the free list threaded through them.
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from aioengine.fastcore.block_hash cimport Hash
+
+
+cdef enum:
+    NULL_BLOCK = 0    # padding and "no storage needed"; never allocated, hashed or freed (INV-24)
+    UNLISTED = -1     # links of a block that is not in the free list
+
+cdef enum:
+    HASHED = 1        # flag: `hash` is valid and the prefix map leads to this block
+
+
+cdef struct Block:    # 48 bytes, no Python object
+    Hash hash
+    int32_t num_refs
+    int32_t prev
+    int32_t next
+    uint32_t flags
+
+
+cdef class BlockPool:
+    cdef Block* blocks        # num_blocks records and, behind them, the ring's sentinel
+    cdef readonly int32_t num_blocks
+    cdef readonly int32_t num_free
+    cdef readonly int64_t num_taken
+    cdef readonly int64_t num_returned
+
+    cdef int32_t take(self) except -1 nogil
+    cdef int acquire(self, int32_t block_id) except -1 nogil
+    cdef int release(self, int32_t block_id) except -1 nogil
+    cdef int check_id(self, int32_t block_id) except -1 nogil

@@ -1,0 +1,38 @@
+"""The pool of KV blocks and its free list."""
+
+from typing import final
+
+@final
+class BlockPool:
+    """`num_blocks` block records (block 0 is the null block) and the free list in eviction order.
+
+    The engine reaches it through `KVManager`; the methods ending in `_id` serve tests.
+
+    Raises:
+        ValueError: fewer than 2 blocks.
+    """
+
+    num_blocks: int
+    """All blocks, the null block included."""
+    num_free: int
+    """Blocks without an owner, those that still hold a cached prefix included."""
+    num_taken: int
+    """How often a block got its first owner."""
+    num_returned: int
+    """How often a block lost its last owner."""
+
+    def __init__(self, num_blocks: int) -> None: ...
+    def free_ids(self) -> list[int]:
+        """The free blocks, next victim first."""
+    def num_refs(self, block_id: int) -> int:
+        """Owners of a block."""
+    def is_hashed(self, block_id: int) -> bool:
+        """Whether the block is in the prefix map."""
+    def take_id(self) -> int:
+        """Takes the next victim; 0 if none is free."""
+    def acquire_id(self, block_id: int) -> None:
+        """Adds an owner; a free block leaves the free list."""
+    def release_id(self, block_id: int) -> None:
+        """Removes an owner; ValueError if there is none."""
+    def check(self) -> None:
+        """Walks every record and raises AssertionError on the first contradiction."""

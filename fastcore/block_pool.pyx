@@ -1,0 +1,169 @@
+"""The pool of KV blocks: one record per block in a C array, and an intrusive free list in eviction order.
+
+Owns reference counts and the free list. Does not know hashes' meaning or the prefix map: whoever takes a
+block that still carries a hash must drop the map's entry first (`kv_manager.take_block` does).
+
+    sentinel <-> next victim <-> ... <-> freed last, hashed <-> sentinel
+                 unhashed blocks enter here     hashed blocks enter at this end
+
+Why not a deque: a block that is hit leaves from the middle, in O(1). Why ids, not pointers: a table of
+ids is what the device needs, and 32 bits are enough.
+"""
+import cython
+
+from libc.stdlib cimport calloc, free
+
+from aioengine.fastcore.block_hash cimport CHECKED
+
+
+cdef extern from *:
+    """
+    #define AIOENGINE_POISON_WORD 0xDDDDDDDDDDDDDDDDull
+    """
+    const unsigned long long POISON "AIOENGINE_POISON_WORD"
+
+
+@cython.final
+cdef class BlockPool:
+    def __cinit__(self, int32_t num_blocks):
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks} must be at least 2: block 0 is the null block")
+        self.blocks = <Block*> calloc(<size_t> num_blocks + 1, sizeof(Block))
+        if self.blocks == NULL:
+            raise MemoryError()
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        # One closed ring 1, 2, ..., num_blocks - 1, sentinel: insertion and removal need no special case.
+        cdef int32_t i
+        for i in range(1, num_blocks + 1):
+            self.blocks[i].prev = i - 1
+            self.blocks[i].next = i + 1
+        self.blocks[1].prev = num_blocks
+        self.blocks[num_blocks].next = 1
+        self.blocks[NULL_BLOCK].prev = self.blocks[NULL_BLOCK].next = UNLISTED
+
+    def __dealloc__(self):
+        free(self.blocks)
+
+    cdef int32_t take(self) except -1 nogil:
+        """Removes the next victim and gives it one owner; NULL_BLOCK if none is free."""
+        cdef int32_t block_id = self.blocks[self.num_blocks].next
+        if block_id == self.num_blocks:
+            return NULL_BLOCK
+        unlink(self.blocks, block_id)
+        self.num_free -= 1
+        self.num_taken += 1
+        self.blocks[block_id].num_refs = 1
+        return block_id
+
+    cdef int acquire(self, int32_t block_id) except -1 nogil:
+        """One owner more; a free block leaves the list first, so that nobody can take it (INV-18)."""
+        cdef Block* block = &self.blocks[block_id]
+        if CHECKED:
+            self.check_id(block_id)
+        if block.num_refs == 0:
+            unlink(self.blocks, block_id)
+            self.num_free -= 1
+            self.num_taken += 1
+        block.num_refs += 1
+        return 0
+
+    cdef int release(self, int32_t block_id) except -1 nogil:
+        """One owner less; without any, a hashed block goes to the tail (LRU), any other to the head (INV-23)."""
+        cdef Block* block = &self.blocks[block_id]
+        if CHECKED:
+            self.check_id(block_id)
+            if block.num_refs < 1:
+                with gil:
+                    raise AssertionError(f"block {block_id} is released more often than it was taken")
+        block.num_refs -= 1
+        if block.num_refs > 0:
+            return 0
+        if block.flags & HASHED:
+            link(self.blocks, block_id, self.blocks[self.num_blocks].prev, self.num_blocks)
+        else:
+            if CHECKED:
+                block.hash.word[0] = block.hash.word[1] = block.hash.word[2] = block.hash.word[3] = POISON
+            link(self.blocks, block_id, self.num_blocks, self.blocks[self.num_blocks].next)
+        self.num_free += 1
+        self.num_returned += 1
+        return 0
+
+    cdef int check_id(self, int32_t block_id) except -1 nogil:
+        if not 0 < block_id < self.num_blocks:
+            with gil:
+                raise IndexError(f"block id {block_id} is not between 1 and {self.num_blocks - 1}")
+        return 0
+
+    def free_ids(self):
+        """The free blocks, next victim first."""
+        cdef list ids = []
+        cdef int32_t at = self.blocks[self.num_blocks].next
+        while at != self.num_blocks:
+            ids.append(at)
+            at = self.blocks[at].next
+        return ids
+
+    def num_refs(self, int32_t block_id):
+        """Owners of a block."""
+        self.check_id(block_id)
+        return self.blocks[block_id].num_refs
+
+    def is_hashed(self, int32_t block_id):
+        """Whether the block is in the prefix map."""
+        self.check_id(block_id)
+        return bool(self.blocks[block_id].flags & HASHED)
+
+    def take_id(self):
+        """Takes the next victim; 0 if none is free."""
+        return self.take()
+
+    def acquire_id(self, int32_t block_id):
+        """Adds an owner."""
+        self.check_id(block_id)
+        self.acquire(block_id)
+
+    def release_id(self, int32_t block_id):
+        """Removes an owner."""
+        self.check_id(block_id)
+        if self.blocks[block_id].num_refs < 1:
+            raise ValueError(f"block {block_id} has no owner")
+        self.release(block_id)
+
+    def check(self):
+        """Walks every record: free + referenced + null = total, and no block is both (INV-21, INV-24)."""
+        cdef Block* null = &self.blocks[NULL_BLOCK]
+        assert null.num_refs == 0 and null.flags == 0, "the null block was counted or hashed"
+        assert null.prev == UNLISTED and null.next == UNLISTED, "the null block is in the free list"
+        assert self.num_taken - self.num_returned == self.num_blocks - 1 - self.num_free, "taken - returned"
+        cdef int32_t before = self.num_blocks
+        cdef int32_t at = self.blocks[self.num_blocks].next
+        cdef int32_t count = 0
+        while at != self.num_blocks:
+            assert 0 < at < self.num_blocks and count < self.num_blocks, f"the free list is broken at {at}"
+            assert self.blocks[at].prev == before, f"block {at} does not point back to {before}"
+            assert self.blocks[at].num_refs == 0, f"block {at} is free and owned"
+            before, at = at, self.blocks[at].next
+            count += 1
+        assert self.blocks[self.num_blocks].prev == before, "the sentinel does not close the ring"
+        assert count == self.num_free, f"{count} blocks in the free list, {self.num_free} counted"
+        cdef int32_t referenced = 0
+        for at in range(1, self.num_blocks):
+            if self.blocks[at].num_refs > 0:
+                referenced += 1
+                assert self.blocks[at].next == UNLISTED == self.blocks[at].prev, f"block {at} is owned and free"
+        assert count + referenced + 1 == self.num_blocks, f"{count} + {referenced} + 1 != {self.num_blocks}"
+
+
+cdef inline void unlink(Block* blocks, int32_t block_id) noexcept nogil:
+    cdef Block* block = &blocks[block_id]
+    blocks[block.prev].next = block.next
+    blocks[block.next].prev = block.prev
+    block.prev = block.next = UNLISTED
+
+
+cdef inline void link(Block* blocks, int32_t block_id, int32_t before, int32_t after) noexcept nogil:
+    blocks[block_id].prev = before
+    blocks[block_id].next = after
+    blocks[before].next = block_id
+    blocks[after].prev = block_id

@@ -1,0 +1,21 @@
+# Hash of a full block -> id of the block that holds its KV.
+from libc.stdint cimport int32_t, uint32_t
+
+from aioengine.fastcore.block_hash cimport BlockHasher, Hash
+from aioengine.fastcore.block_pool cimport BlockPool
+
+
+cdef struct Slot:
+    int32_t block_id   # 0 = empty: the null block is never indexed
+    uint32_t tag       # 32 bits of the hash, so that most misses touch no block record
+
+
+cdef class PrefixMap:
+    cdef BlockPool pool
+    cdef Slot* slots
+    cdef uint32_t mask
+    cdef readonly int32_t num_entries
+
+    cdef int32_t find(self, const Hash* hash) noexcept nogil
+    cdef int insert(self, int32_t block_id, const Hash* hash) except -1 nogil
+    cdef int remove(self, int32_t block_id) except -1 nogil

@@ -1,0 +1,29 @@
+"""Map from a block's prefix hash to the block's id."""
+
+from typing import final
+
+from aioengine.fastcore.block_pool import BlockPool
+
+@final
+class PrefixMap:
+    """Open addressing over the blocks of a pool, one entry per hash, of fixed capacity.
+
+    The engine reaches it through `KVManager`; the methods on bytes and ids serve tests.
+    """
+
+    num_entries: int
+
+    def __init__(self, pool: BlockPool) -> None: ...
+    @property
+    def capacity(self) -> int:
+        """Slots of the table: a power of two, at least twice the number of blocks."""
+    def clear(self) -> None:
+        """Forgets every entry; the blocks stay where they are."""
+    def find_bytes(self, digest: bytes) -> int:
+        """The block with this hash, or 0."""
+    def insert_bytes(self, block_id: int, digest: bytes) -> bool:
+        """Indexes a block that has no hash; False if another block has this hash."""
+    def remove_id(self, block_id: int) -> None:
+        """Takes a block out of the index; ValueError if it is not in it."""
+    def check(self) -> None:
+        """Raises AssertionError if entries and block records contradict each other."""

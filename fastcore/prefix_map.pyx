@@ -1,0 +1,153 @@
+"""Open-addressing map from a block's prefix hash to the block's id.
+
+Owns the slots and, through them, each block's `hash` and its HASHED flag: a block is flagged exactly while
+the map leads to it. `kv_manager` inserts full blocks and removes victims. One entry per hash: a second
+block with an equal hash is refused by `insert` and stays an unhashed duplicate (its request keeps it, A11).
+
+Linear probing in a table of fixed size, at most half full; deletion shifts the following entries back, so
+there are no tombstones and a lookup never gets slower with churn.
+"""
+import cython
+
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from aioengine.fastcore.block_hash cimport CHECKED, same_hash
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+
+
+@cython.final
+cdef class PrefixMap:
+    def __cinit__(self, BlockPool pool not None):
+        self.pool = pool
+        cdef uint64_t capacity = 4
+        while capacity < 2 * <uint64_t> pool.num_blocks:
+            capacity *= 2
+        self.slots = <Slot*> calloc(capacity, sizeof(Slot))
+        if self.slots == NULL:
+            raise MemoryError()
+        self.mask = <uint32_t> (capacity - 1)
+
+    def __dealloc__(self):
+        free(self.slots)
+
+    cdef int32_t find(self, const Hash* hash) noexcept nogil:
+        """The block with this hash, or NULL_BLOCK."""
+        cdef uint32_t at = home(hash, self.mask)
+        cdef uint32_t tag = tag_of(hash)
+        while self.slots[at].block_id != NULL_BLOCK:
+            if self.slots[at].tag == tag and same_hash(&self.pool.blocks[self.slots[at].block_id].hash, hash):
+                return self.slots[at].block_id
+            at = (at + 1) & self.mask
+        return NULL_BLOCK
+
+    cdef int insert(self, int32_t block_id, const Hash* hash) except -1 nogil:
+        """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11)."""
+        cdef Block* block = &self.pool.blocks[block_id]
+        if CHECKED and (block.flags & HASHED or block_id == NULL_BLOCK):
+            with gil:
+                raise AssertionError(f"block {block_id} must not be hashed now")
+        cdef uint32_t at = home(hash, self.mask)
+        cdef uint32_t tag = tag_of(hash)
+        while self.slots[at].block_id != NULL_BLOCK:
+            if self.slots[at].tag == tag and same_hash(&self.pool.blocks[self.slots[at].block_id].hash, hash):
+                return 0
+            at = (at + 1) & self.mask
+        self.slots[at].block_id = block_id
+        self.slots[at].tag = tag
+        block.hash = hash[0]
+        block.flags |= HASHED
+        self.num_entries += 1
+        return 1
+
+    cdef int remove(self, int32_t block_id) except -1 nogil:
+        """Takes a block out of the index and clears its flag, before anything else is written to it (INV-22)."""
+        cdef Block* block = &self.pool.blocks[block_id]
+        cdef uint32_t hole = home(&block.hash, self.mask)
+        while self.slots[hole].block_id != block_id:
+            if CHECKED and self.slots[hole].block_id == NULL_BLOCK:
+                with gil:
+                    raise AssertionError(f"block {block_id} is not in the map")
+            hole = (hole + 1) & self.mask
+        block.flags &= ~<uint32_t> HASHED
+        self.num_entries -= 1
+        # Back-shift: an entry may fill the hole if its home does not lie behind the hole on the way to it.
+        cdef uint32_t at = hole
+        cdef uint32_t wanted
+        while True:
+            at = (at + 1) & self.mask
+            if self.slots[at].block_id == NULL_BLOCK:
+                break
+            wanted = home(&self.pool.blocks[self.slots[at].block_id].hash, self.mask)
+            if ((at - wanted) & self.mask) >= ((at - hole) & self.mask):
+                self.slots[hole] = self.slots[at]
+                hole = at
+        self.slots[hole].block_id = NULL_BLOCK
+        return 0
+
+    def clear(self):
+        """Forgets every entry; the blocks stay where they are."""
+        cdef int32_t i
+        for i in range(self.pool.num_blocks):
+            self.pool.blocks[i].flags &= ~<uint32_t> HASHED
+        memset(self.slots, 0, (<size_t> self.mask + 1) * sizeof(Slot))
+        self.num_entries = 0
+
+    @property
+    def capacity(self):
+        """Slots of the table."""
+        return <size_t> self.mask + 1
+
+    def find_bytes(self, bytes digest not None):
+        """The block with this hash, or 0."""
+        cdef Hash hash = from_bytes(digest)
+        return self.find(&hash)
+
+    def insert_bytes(self, int32_t block_id, bytes digest not None):
+        """Indexes a block; False if another block has this hash."""
+        cdef Hash hash = from_bytes(digest)
+        if not 0 < block_id < self.pool.num_blocks or self.pool.blocks[block_id].flags & HASHED:
+            raise ValueError(f"block {block_id} cannot be indexed")
+        return bool(self.insert(block_id, &hash))
+
+    def remove_id(self, int32_t block_id):
+        """Takes a block out of the index."""
+        if not 0 < block_id < self.pool.num_blocks or not self.pool.blocks[block_id].flags & HASHED:
+            raise ValueError(f"block {block_id} is not indexed")
+        self.remove(block_id)
+
+    def check(self):
+        """Every entry leads to a flagged block that a lookup of its hash finds, and every flag has an entry."""
+        cdef size_t at
+        cdef int32_t entries = 0
+        cdef int32_t flagged = 0
+        cdef Block* block
+        for at in range(<size_t> self.mask + 1):
+            if self.slots[at].block_id == NULL_BLOCK:
+                continue
+            entries += 1
+            block = &self.pool.blocks[self.slots[at].block_id]
+            assert block.flags & HASHED, f"block {self.slots[at].block_id} is indexed but not flagged"
+            assert self.slots[at].tag == tag_of(&block.hash), f"slot {at} has the wrong tag"
+            assert self.find(&block.hash) == self.slots[at].block_id, f"lookup misses slot {at}"
+        for at in range(<size_t> self.pool.num_blocks):
+            flagged += self.pool.blocks[at].flags & HASHED
+        assert entries == self.num_entries == flagged, f"{entries} slots, {self.num_entries} counted, {flagged} flags"
+
+
+cdef inline uint32_t home(const Hash* hash, uint32_t mask) noexcept nogil:
+    return <uint32_t> hash.word[0] & mask
+
+
+cdef inline uint32_t tag_of(const Hash* hash) noexcept nogil:
+    return <uint32_t> (hash.word[0] >> 32)
+
+
+cdef Hash from_bytes(bytes digest) except *:
+    cdef Hash hash
+    if len(digest) not in (16, 32):
+        raise ValueError(f"a hash has 16 or 32 bytes, not {len(digest)}")
+    memset(&hash, 0, sizeof(Hash))
+    memcpy(&hash, <const char*> digest, len(digest))
+    return hash
