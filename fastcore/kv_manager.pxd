@@ -1,0 +1,23 @@
+# Blocks of requests: prefix hits, allocation, publication, release.
+from libc.stdint cimport int32_t
+
+from aioengine.fastcore.block_hash cimport BlockHasher
+from aioengine.fastcore.block_pool cimport BlockPool
+from aioengine.fastcore.prefix_map cimport PrefixMap
+from aioengine.fastcore.request cimport Request
+
+
+cdef class KVManager:
+    cdef readonly BlockPool pool
+    cdef readonly PrefixMap prefix_map
+    cdef readonly int32_t block_size
+    cdef readonly BlockHasher hasher          # None: prefix caching is off
+
+    cdef bint reads_cache(self, Request request) noexcept
+    cpdef int32_t match(self, Request request) except -1
+    cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
+    cpdef bint extend(self, Request request, int32_t num_tokens) except -1
+    cpdef int publish(self, Request request, int32_t num_computed) except -1
+    cpdef int release(self, Request request) except -1
+    cdef int take_blocks(self, Request request, int32_t wanted) except -1
+    cdef int ensure_hashes(self, Request request, int32_t count) except -1

@@ -1,0 +1,48 @@
+"""Blocks of requests: prefix hits, allocation, publication, release."""
+
+from collections.abc import Iterable
+from typing import Literal, final
+
+from aioengine.fastcore.block_hash import BlockHasher
+from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.prefix_map import PrefixMap
+from aioengine.fastcore.request import Request
+
+@final
+class KVManager:
+    """Owns the block pool and the prefix map; the scheduler is its only caller.
+
+    Raises:
+        ValueError: a size that cannot work or an unknown hash algorithm.
+    """
+
+    pool: BlockPool
+    prefix_map: PrefixMap
+    block_size: int
+    hasher: BlockHasher | None
+    """None while prefix caching is off."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_algo: Literal["xxh3_128", "sha256"] = "xxh3_128",
+        root_seed: bytes | None = None,
+    ) -> None: ...
+    def match(self, request: Request) -> int:
+        """Blocks of the longest cached prefix of a request that has no blocks; takes nothing."""
+    def admit(self, request: Request, num_hits: int, num_tokens: int) -> bool:
+        """Takes the hits just matched and new blocks to cover `num_tokens`; False changes nothing."""
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
+    def publish(self, request: Request, num_computed: int) -> int:
+        """Offers blocks that are full and computed to the prefix map."""
+    def release(self, request: Request) -> int:
+        """Gives all blocks back, deepest first."""
+    def reset(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""
+    def hashes_of(self, request: Request) -> list[bytes]:
+        """The block hashes computed so far for a request."""
+    def check(self, owners: Iterable[Request]) -> None:
+        """Raises AssertionError unless pool, map and the owners' tables agree."""

@@ -1,0 +1,178 @@
+"""Gives blocks to requests and takes them back; decides what is shared through the prefix map.
+
+Owns the pool, the map and the rules between them. The scheduler asks; nobody else does. The ledger of one
+request, left to right:
+
+    | hit in the prefix map | computed before | new in this step | (free slots of the last block)
+    | <---- match --------> |                 |                  |
+    | <-- shared, full ---> | <--- owned by this request alone: admit / extend --------------->
+    | <------- num_published: full, computed, offered ------> |      publish
+
+Either a call gets all blocks it needs or it changes nothing (A13). Table entries never change while the
+request has them (A11), and only blocks with one owner are ever written (INV-25): a hit covers full blocks
+only, and a full block is never written again.
+"""
+import cython
+
+from aioengine.fastcore.block_hash cimport CHECKED
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+
+
+@cython.final
+cdef class KVManager:
+    def __cinit__(
+        self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True, str hash_algo="xxh3_128",
+        root_seed=None,
+    ):
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} must be at least 1")
+        self.pool = BlockPool(num_blocks)
+        self.prefix_map = PrefixMap(self.pool)
+        self.block_size = block_size
+        hasher = BlockHasher(hash_algo, root_seed)
+        self.hasher = hasher if enable_prefix_caching else None
+
+    cdef bint reads_cache(self, Request request) noexcept:
+        # Prompt logits exist only for positions that are computed.
+        return self.hasher is not None and not request.skip_prefix_cache and not request.wants_prompt_logits
+
+    cpdef int32_t match(self, Request request) except -1:
+        """Finds the longest cached prefix of a request without blocks; returns its number of blocks.
+
+        Writes the ids to the start of the table but takes nothing: only `admit` makes them the request's.
+        """
+        if not self.reads_cache(request):
+            return 0
+        # At least one token is left to compute, or there would be no logits (INV-16).
+        cdef int32_t most = (request.num_tokens - 1) // self.block_size
+        cdef int32_t hits = 0
+        cdef int32_t block_id
+        request.reserve_blocks(most)
+        while hits < most:  # ends at the first gap, whatever lies behind it (INV-17)
+            self.ensure_hashes(request, hits + 1)
+            block_id = self.prefix_map.find(&request.hashes[hits])
+            if block_id == NULL_BLOCK:
+                break
+            request.blocks[hits] = block_id
+            hits += 1
+        return hits
+
+    cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
+        """Takes the hits just matched and new blocks up to `num_tokens` positions; False changes nothing."""
+        cdef int32_t wanted = (num_tokens + self.block_size - 1) // self.block_size
+        cdef int32_t free_hits = 0
+        cdef int32_t i
+        if CHECKED:
+            assert request.num_blocks == 0 and num_hits <= wanted, f"{request!r} cannot be admitted"
+        # Free blocks that are hits cannot serve as new ones too (INV-18).
+        for i in range(num_hits):
+            free_hits += self.pool.blocks[request.blocks[i]].num_refs == 0
+        if wanted - num_hits > self.pool.num_free - free_hits:
+            return False
+        for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
+            self.pool.acquire(request.blocks[i])
+        request.num_blocks = request.num_published = num_hits
+        self.take_blocks(request, wanted)
+        return True
+
+    cpdef bint extend(self, Request request, int32_t num_tokens) except -1:
+        """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
+        cdef int32_t wanted = (num_tokens + self.block_size - 1) // self.block_size
+        if wanted <= request.num_blocks:
+            return True
+        if wanted - request.num_blocks > self.pool.num_free:
+            return False
+        self.take_blocks(request, wanted)
+        return True
+
+    cdef int take_blocks(self, Request request, int32_t wanted) except -1:
+        cdef int32_t block_id
+        request.reserve_blocks(wanted)
+        while request.num_blocks < wanted:
+            block_id = self.pool.take()
+            if self.pool.blocks[block_id].flags & HASHED:
+                self.prefix_map.remove(block_id)  # before the block gets other content (INV-22)
+            request.blocks[request.num_blocks] = block_id
+            request.num_blocks += 1
+        return 0
+
+    cpdef int publish(self, Request request, int32_t num_computed) except -1:
+        """Offers the blocks that are full with `num_computed` computed positions to the prefix map.
+
+        Called after the step that computed them, so that nobody reads a block before it is written. A block
+        whose hash the map knows stays an unhashed duplicate of its request (A11).
+        """
+        cdef int32_t full = num_computed // self.block_size
+        if self.hasher is None or full <= request.num_published:
+            return 0
+        self.ensure_hashes(request, full)
+        while request.num_published < full:
+            self.prefix_map.insert(request.blocks[request.num_published], &request.hashes[request.num_published])
+            request.num_published += 1
+        return 0
+
+    cpdef int release(self, Request request) except -1:
+        """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
+        cdef int32_t i
+        cdef Block* block
+        for i in range(request.num_blocks - 1, -1, -1):
+            block = &self.pool.blocks[request.blocks[i]]
+            # A duplicate takes its twin's place if the twin was evicted meanwhile.
+            if i < request.num_published and block.num_refs == 1 and not block.flags & HASHED:
+                self.prefix_map.insert(request.blocks[i], &request.hashes[i])
+            self.pool.release(request.blocks[i])
+            if CHECKED:
+                request.blocks[i] = -0x55555556
+        request.num_blocks = request.num_published = 0
+        return 0
+
+    cdef int ensure_hashes(self, Request request, int32_t count) except -1:
+        """Hashes full blocks one after the other, each from its parent (B3, INV-12)."""
+        cdef int32_t i
+        request.reserve_hashes(count)
+        while request.num_hashes < count:
+            i = request.num_hashes
+            self.hasher.hash_block(
+                &self.hasher.root if i == 0 else &request.hashes[i - 1],
+                &request.tokens[<Py_ssize_t> i * self.block_size], self.block_size,
+                request.first_tail if i == 0 else request.later_tail,
+                &request.hashes[i],
+            )
+            request.num_hashes += 1
+        return 0
+
+    def reset(self):
+        """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""
+        if self.pool.num_free != self.pool.num_blocks - 1:
+            return False
+        self.prefix_map.clear()
+        return True
+
+    def hashes_of(self, Request request not None):
+        """The block hashes computed so far for a request."""
+        cdef int32_t i
+        return [self.hasher.as_bytes(&request.hashes[i]) for i in range(request.num_hashes)]
+
+    def check(self, owners):
+        """Pool and map agree with each other and with the requests that own blocks (INV-21)."""
+        cdef dict counts = {}
+        cdef Request request
+        cdef int32_t i
+        self.pool.check()
+        self.prefix_map.check()
+        for request in owners:
+            assert request.num_published <= request.num_blocks, repr(request)
+            for i in range(request.num_blocks):
+                assert 0 < request.blocks[i] < self.pool.num_blocks, f"{request!r} owns block {request.blocks[i]}"
+                counts[request.blocks[i]] = counts.get(request.blocks[i], 0) + 1
+                # A block that is not full and computed belongs to one request alone (INV-12, INV-25).
+                assert i < request.num_published or self.pool.blocks[request.blocks[i]].num_refs == 1, (
+                    f"{request!r} shares its unpublished block {i}"
+                )
+                assert i < request.num_published or not self.pool.blocks[request.blocks[i]].flags & HASHED, (
+                    f"{request!r}: block {i} is indexed before it is computed"
+                )
+        for i in range(1, self.pool.num_blocks):
+            assert self.pool.blocks[i].num_refs == counts.get(i, 0), (
+                f"block {i} counts {self.pool.blocks[i].num_refs} owners, {counts.get(i, 0)} own it"
+            )

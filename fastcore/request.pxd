@@ -1,0 +1,71 @@
+# One request: its tokens, its block table, its counters. Written by the KV manager and the scheduler.
+from libc.stdint cimport int32_t, int64_t
+
+from aioengine.fastcore.block_hash cimport Hash
+
+
+cdef enum Status:
+    NEW         # made, not given to a scheduler yet
+    HELD        # cannot be scheduled yet (e.g. its grammar compiles); blocks nobody
+    WAITING     # in the queue, never ran
+    RUNNING     # has a row and blocks
+    PREEMPTED   # in the queue again, will be recomputed
+    FINISHED
+
+
+cdef class Request:
+    # Fixed when made (intake).
+    cdef readonly str request_id
+    cdef readonly int32_t num_prompt_tokens
+    cdef readonly int32_t max_tokens
+    cdef readonly int32_t min_tokens
+    cdef readonly bint ignore_eos
+    cdef readonly int64_t priority
+    cdef readonly double arrival_s
+    cdef readonly bint skip_prefix_cache
+    cdef readonly bint wants_prompt_logits
+    cdef readonly object sampling
+    cdef readonly object stream
+    cdef int32_t* stop_ids            # eos ids, then the other stop ids
+    cdef int32_t num_eos_ids
+    cdef int32_t num_stop_ids         # both kinds
+    cdef bytes first_tail             # what follows the tokens in the hash of the first block,
+    cdef bytes later_tail             # and of every other (INV-13)
+
+    # Tokens known on the host: prompt, then output. Append-only.
+    cdef int32_t* tokens
+    cdef int32_t tokens_capacity
+    cdef readonly int32_t num_tokens
+
+    # Counters (scheduler).
+    cdef Status state
+    cdef readonly int32_t row                   # -1 = none
+    cdef readonly int32_t num_computed_tokens   # positions computed or in flight; 0 after preemption
+    cdef readonly int32_t num_in_flight         # sampled on the device, not known here yet
+    cdef readonly int32_t num_preemptions       # also the epoch that tells stale rows of a step
+    cdef readonly int32_t num_cached_tokens     # prefix hit of the first admission
+    cdef int32_t prompt_logits_until            # positions whose prompt logits were asked for
+    cdef int32_t step_tokens                    # scheduled in the step being made
+    cdef int32_t num_sent_blocks                # table entries the device has
+    cdef int64_t last_step                      # newest step it is in
+    cdef int64_t arrival                        # order of add(); never changes
+    cdef int32_t queue_at                       # index in the waiting queue, -1 = not in it
+    cdef readonly object finish_reason
+    cdef int32_t stop_token
+    cdef double first_scheduled_s               # -1 = never
+
+    # Blocks (KV manager). The first num_published ones are full, computed and offered to the prefix map.
+    cdef int32_t* blocks
+    cdef int32_t blocks_capacity
+    cdef int32_t num_blocks
+    cdef int32_t num_published
+    cdef Hash* hashes                           # of full blocks, computed on demand, kept over preemption
+    cdef int32_t hashes_capacity
+    cdef int32_t num_hashes
+
+    cdef int set_prompt(self, prompt) except -1
+    cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
+    cdef int append_token(self, int32_t token_id) except -1
+    cdef int reserve_blocks(self, int32_t count) except -1
+    cdef int reserve_hashes(self, int32_t count) except -1
+    cdef int ends_with(self, int64_t max_total) except -1

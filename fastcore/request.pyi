@@ -1,0 +1,88 @@
+"""The record of one request."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+@final
+class Request:
+    """One request from intake to its end.
+
+    Args:
+        prompt_token_ids: a list or an integer array; copied.
+        max_tokens: most output tokens; 0 computes the prompt and finishes with "length" without sampling.
+        min_tokens: eos and stop ids do not end the output before it has this many tokens.
+        extra_keys: enters the hash of every block (adapter name and the like).
+        cache_salt: enters the hash of the first block, and through the chain all others.
+        skip_prefix_cache: do not read the prefix cache; full blocks are still offered to others.
+        wants_prompt_logits: rows of its prompt carry PROMPT_LOGITS; implies not reading the cache.
+        sampling, stream: kept for the runner and the engine, not looked at.
+
+    Raises:
+        ValueError: an empty prompt, a negative token id or a negative limit.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    priority: int
+    """Smaller is more important."""
+    arrival_s: float
+    skip_prefix_cache: bool
+    wants_prompt_logits: bool
+    sampling: object
+    stream: object
+    num_tokens: int
+    """Tokens known on the host: prompt and output."""
+    row: int
+    """Its row of the persistent batch, -1 while it has none."""
+    num_computed_tokens: int
+    """Positions whose KV is computed or will be by the steps in flight; 0 again after a preemption."""
+    num_in_flight: int
+    """Output tokens that the device has sampled or will sample in steps not updated yet."""
+    num_preemptions: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache when it was admitted first."""
+    finish_reason: Literal["stop", "length", "abort", "error"] | None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
+        *,
+        max_tokens: int,
+        min_tokens: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        arrival_s: float = 0.0,
+        extra_keys: bytes = b"",
+        cache_salt: bytes = b"",
+        skip_prefix_cache: bool = False,
+        wants_prompt_logits: bool = False,
+        sampling: object = None,
+        stream: object = None,
+    ) -> None: ...
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known on the host."""
+    @property
+    def status(self) -> Literal["new", "held", "waiting", "running", "preempted", "finished"]:
+        """Where it is in its life."""
+    @property
+    def stop_token_id(self) -> int | None:
+        """The id from `stop_token_ids` that ended it; None for an end token of the model or another reason."""
+    @property
+    def scheduled_s(self) -> float | None:
+        """When it was scheduled first, by the scheduler's clock."""
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens known so far, prompt and output."""
+    def output_ids_from(self, start: int) -> list[int]:
+        """Output tokens from the `start`-th one on."""
+    def block_ids(self) -> list[int]:
+        """The block table: logical block -> block id."""

@@ -1,0 +1,157 @@
+"""The record of one request, shared by queue, KV manager, scheduler and step buffer.
+
+Owns the memory of its token ids, block table and block hashes, and the rule by which a token ends it. Takes
+no decision: the scheduler moves the counters, the KV manager fills the table. The engine reads attributes.
+
+    tokens    | prompt ............ | output known here ... | in flight (on the device) |
+              0            num_prompt_tokens          num_tokens          num_tokens + num_in_flight
+    computed  | ------------------------------------------> num_computed_tokens
+"""
+import cython
+import numpy as np
+
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
+
+from aioengine.fastcore.block_hash import key_tail
+
+cdef tuple STATUS_NAMES = ("new", "held", "waiting", "running", "preempted", "finished")
+
+
+@cython.final
+cdef class Request:
+    def __cinit__(
+        self, str request_id not None, prompt_token_ids, *, int32_t max_tokens, int32_t min_tokens=0,
+        eos_token_ids=(), stop_token_ids=(), bint ignore_eos=False, int64_t priority=0, double arrival_s=0.0,
+        bytes extra_keys not None=b"", bytes cache_salt not None=b"", bint skip_prefix_cache=False,
+        bint wants_prompt_logits=False, object sampling=None, object stream=None,
+    ):
+        if max_tokens < 0 or min_tokens < 0:
+            raise ValueError(f"max_tokens={max_tokens} and min_tokens={min_tokens} must not be negative")
+        self.request_id = request_id
+        self.max_tokens, self.min_tokens, self.ignore_eos = max_tokens, min_tokens, ignore_eos
+        self.priority, self.arrival_s = priority, arrival_s
+        self.skip_prefix_cache, self.wants_prompt_logits = skip_prefix_cache, wants_prompt_logits
+        self.sampling, self.stream = sampling, stream
+        self.first_tail = key_tail(extra_keys, cache_salt)
+        self.later_tail = key_tail(extra_keys, b"")
+        self.state, self.row, self.queue_at, self.stop_token = NEW, -1, -1, -1
+        self.first_scheduled_s = -1.0
+        self.set_prompt(np.asarray(prompt_token_ids))
+        self.set_stop_ids(tuple(eos_token_ids), tuple(stop_token_ids))
+
+    def __dealloc__(self):
+        free(self.tokens)
+        free(self.blocks)
+        free(self.hashes)
+        free(self.stop_ids)
+
+    cdef int set_prompt(self, prompt) except -1:
+        if prompt.ndim != 1 or prompt.shape[0] == 0:
+            raise ValueError(f"request {self.request_id}: the prompt must be a non-empty list of token ids")
+        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() > 0x7FFFFFFF:
+            raise ValueError(f"request {self.request_id}: token ids must be integers from 0 to 2147483647")
+        cdef const int32_t[::1] ids = np.ascontiguousarray(prompt, dtype=np.int32)
+        self.num_prompt_tokens = self.num_tokens = <int32_t> ids.shape[0]
+        self.tokens_capacity = self.num_tokens + 1 + min(self.max_tokens, 64)
+        self.tokens = <int32_t*> grown(NULL, self.tokens_capacity * sizeof(int32_t))
+        memcpy(self.tokens, &ids[0], self.num_tokens * sizeof(int32_t))
+        return 0
+
+    cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1:
+        cdef int32_t i
+        self.num_eos_ids = <int32_t> len(eos_ids)
+        self.num_stop_ids = self.num_eos_ids + <int32_t> len(other_ids)
+        self.stop_ids = <int32_t*> grown(NULL, (self.num_stop_ids + 1) * sizeof(int32_t))
+        for i in range(self.num_stop_ids):
+            self.stop_ids[i] = eos_ids[i] if i < self.num_eos_ids else other_ids[i - self.num_eos_ids]
+        return 0
+
+    cdef int append_token(self, int32_t token_id) except -1:
+        if self.num_tokens == self.tokens_capacity:
+            self.tokens = <int32_t*> grown(self.tokens, 2 * <size_t> self.tokens_capacity * sizeof(int32_t))
+            self.tokens_capacity *= 2
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        return 0
+
+    cdef int reserve_blocks(self, int32_t count) except -1:
+        if count > self.blocks_capacity:
+            count = max(count, 2 * self.blocks_capacity, 8)
+            self.blocks = <int32_t*> grown(self.blocks, count * sizeof(int32_t))
+            self.blocks_capacity = count
+        return 0
+
+    cdef int reserve_hashes(self, int32_t count) except -1:
+        if count > self.hashes_capacity:
+            count = max(count, 2 * self.hashes_capacity, 8)
+            self.hashes = <Hash*> grown(self.hashes, count * sizeof(Hash))
+            self.hashes_capacity = count
+        return 0
+
+    cdef int ends_with(self, int64_t max_total) except -1:
+        """Whether the newest token ends the request; sets finish_reason and stop_token.
+
+        Stop ids do not count before min_tokens outputs; the length limits always do.
+        """
+        cdef int32_t token_id = self.tokens[self.num_tokens - 1]
+        cdef int32_t num_outputs = self.num_tokens - self.num_prompt_tokens
+        cdef int32_t i
+        if num_outputs >= self.min_tokens:
+            for i in range(self.num_eos_ids if self.ignore_eos else 0, self.num_stop_ids):
+                if self.stop_ids[i] == token_id:
+                    self.finish_reason = "stop"
+                    self.stop_token = token_id if i >= self.num_eos_ids else -1
+                    return 1
+        if num_outputs >= self.max_tokens or self.num_tokens >= max_total:
+            self.finish_reason = "length"
+            return 1
+        return 0
+
+    @property
+    def num_output_tokens(self):
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def status(self):
+        return STATUS_NAMES[<int> self.state]
+
+    @property
+    def stop_token_id(self):
+        return None if self.stop_token < 0 else self.stop_token
+
+    @property
+    def scheduled_s(self):
+        return None if self.first_scheduled_s < 0 else self.first_scheduled_s
+
+    def token_ids(self):
+        """Prompt and output known so far."""
+        ids = np.empty(self.num_tokens, dtype=np.int32)
+        cdef int32_t[::1] view = ids
+        memcpy(&view[0], self.tokens, self.num_tokens * sizeof(int32_t))
+        return ids
+
+    def output_ids_from(self, Py_ssize_t start):
+        """Output tokens from the given one on."""
+        cdef Py_ssize_t i
+        if start < 0:
+            raise ValueError(f"start={start} must not be negative")
+        return [self.tokens[i] for i in range(self.num_prompt_tokens + start, self.num_tokens)]
+
+    def block_ids(self):
+        """The block table."""
+        cdef int32_t i
+        return [self.blocks[i] for i in range(self.num_blocks)]
+
+    def __repr__(self):
+        return (
+            f"<Request {self.request_id} {self.status}: {self.num_prompt_tokens}+{self.num_output_tokens} tokens, "
+            f"{self.num_computed_tokens} computed, {self.num_in_flight} in flight, {self.num_blocks} blocks>"
+        )
+
+
+cdef void* grown(void* memory, size_t size) except NULL:
+    cdef void* result = realloc(memory, size)
+    if result == NULL:
+        raise MemoryError()
+    return result
