@@ -1,0 +1,68 @@
+# Who runs in the next step, with how many tokens; what happens when a step is over.
+from libc.stdint cimport int32_t, int64_t
+
+from aioengine.fastcore.kv_manager cimport KVManager
+from aioengine.fastcore.queues cimport WaitQueue
+from aioengine.fastcore.request cimport Request
+from aioengine.fastcore.step_buffer cimport RowRecord, StepBuffer, StepPlan
+
+
+cdef enum RoomOutcome:
+    ROOM_FOUND      # the request has its blocks
+    ROOM_LATER      # blocks come back when a step in flight is over: skip this step
+    ROOM_GONE       # the request itself was the victim
+
+
+cdef class Scheduler:
+    cdef readonly KVManager kv
+    cdef readonly StepBuffer step_buffer
+    cdef WaitQueue waiting
+    cdef list running                 # in order of admission
+    cdef list held
+    cdef list deferred                # finished, but a step in flight may still write their blocks
+    cdef list in_flight               # plans, oldest first
+    cdef list left_rows               # to be reported with the next plan
+
+    # Limits.
+    cdef readonly int32_t max_num_seqs
+    cdef readonly int32_t max_num_batched_tokens
+    cdef readonly int32_t max_model_len
+    cdef readonly int32_t max_in_flight
+    cdef readonly int64_t max_total       # tokens at which a request ends: context window or pool
+    cdef int32_t long_prefill_threshold
+    cdef bint chunked_prefill
+    cdef object clock
+
+    # Rows. row_fence[row] = step after whose update the row is free.
+    cdef int32_t* free_rows
+    cdef int32_t num_free_rows
+    cdef int64_t* row_fence
+    cdef int32_t* fenced_rows
+    cdef int32_t num_fenced_rows
+
+    # The step being made.
+    cdef list scheduled
+    cdef int32_t budget
+    cdef int32_t threshold
+    cdef int32_t num_victims              # of this step
+
+    cdef readonly int64_t last_step
+    cdef int64_t last_updated
+    cdef int64_t num_arrivals
+    cdef readonly int64_t prefix_queries_tokens
+    cdef readonly int64_t prefix_hit_tokens
+    cdef readonly int64_t num_preemptions_total
+
+    cdef bint schedule_running(self) except -1
+    cdef int schedule_waiting(self) except -1
+    cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1
+    cdef int32_t new_tokens(self, Request request) noexcept
+    cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
+    cdef Py_ssize_t choose_victim(self) except -1
+    cdef int preempt(self, Request victim) except -1
+    cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
+    cdef int end(self, Request request, object reason) except -1
+    cdef int leave_row(self, Request request) except -1
+    cdef int free_row(self, int32_t row) except -1
+    cdef int drain_deferred(self) except -1
+    cdef int samples_in_flight(self, Request request) except -1

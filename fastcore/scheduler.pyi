@@ -1,0 +1,124 @@
+"""Who runs in the next step, with how many tokens; what happens when a step is over."""
+
+from collections.abc import Callable
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from aioengine.fastcore.kv_manager import KVManager
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
+
+def clip_tokens(
+    num_tokens: int, threshold: int, token_budget: int, num_computed: int, max_model_len: int
+) -> int:
+    """How many of `num_tokens` new tokens a request gets under threshold (0 = none), budget and context window."""
+
+@final
+class Scheduler:
+    """Decides each step and settles it. Not thread-safe: one event loop owns it.
+
+    Args:
+        num_blocks: KV blocks of the pool, the null block included.
+        max_num_batched_tokens: most tokens in one step.
+        max_model_len: most tokens of a request, prompt and output.
+        long_prefill_token_threshold: most tokens of a request in a step while it is not alone; 0 = no limit.
+        max_in_flight: most steps (1 to 4) that may be launched and not yet updated.
+        clock: gives `Request.scheduled_s`.
+        root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
+
+    Raises:
+        ValueError: a limit that cannot work.
+    """
+
+    kv: KVManager
+    step_buffer: StepBuffer
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_in_flight: int
+    max_total: int
+    """Tokens at which a request ends with "length": the context window, or what the whole pool can hold."""
+    last_step: int
+    """Id of the newest step."""
+    prefix_queries_tokens: int
+    """Tokens of the requests that looked into the prefix cache, counted once per request."""
+    prefix_hit_tokens: int
+    """How many of those were found."""
+    num_preemptions_total: int
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        enable_prefix_caching: bool = True,
+        hash_algo: Literal["xxh3_128", "sha256"] = "xxh3_128",
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        max_in_flight: int = 1,
+        clock: Callable[[], float] = ...,
+        root_seed: bytes | None = None,
+    ) -> None: ...
+    def add(self, request: Request, *, ready: bool = True) -> None:
+        """Queues a new request; with `ready=False` it is held back until `set_ready` and blocks nobody.
+
+        Raises:
+            ValueError: it was added before, or can never fit the context window or the pool.
+        """
+    def set_ready(self, request: Request) -> None:
+        """Moves a held request to its place in the queue; does nothing in another state."""
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request in whatever state it is; does nothing if it has ended.
+
+        Blocks and row are free at once unless a step in flight contains the request.
+        """
+    def abort(self, request: Request) -> None:
+        """Ends a request with "abort"."""
+    def fail_all(self) -> list[Request]:
+        """Ends everything live with "error", frees all blocks and forgets the steps in flight."""
+    def schedule(self) -> StepPlan | None:
+        """Decides the next step; None if nothing can run now.
+
+        Raises:
+            RuntimeError: `max_in_flight` steps are not updated yet.
+        """
+    def update(self, plan: StepPlan, token_ids: npt.NDArray[np.int32]) -> list[Request]:
+        """Settles the oldest step in flight with its sampled tokens, one per sample of the plan.
+
+        Returns:
+            the requests that gained a token or ended, in plan order; rows of requests that ended while the
+            step was in flight are skipped.
+
+        Raises:
+            RuntimeError: the plan is not the oldest step in flight.
+            ValueError: the number of tokens is wrong, or one is negative. Nothing has changed then.
+        """
+    def has_work(self) -> bool:
+        """Whether anything runs, waits (not held) or is in flight."""
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing changes, while any request has blocks."""
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests, the preempted and held ones included."""
+    @property
+    def num_in_flight_steps(self) -> int: ...
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without an owner, cached prefixes included."""
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+    def running_requests(self) -> list[Request]:
+        """In order of admission."""
+    def waiting_requests(self) -> list[Request]:
+        """In the order in which they will be admitted, without the held ones."""
+    def check_invariants(self) -> None:
+        """Raises AssertionError if any two records of the state contradict each other."""

@@ -1,0 +1,499 @@
+"""The decision of each step: who runs, with how many tokens, on which blocks; and the settling of a step.
+
+Owns queue, running list, rows and what waits for a step in flight. The engine's loop is the only caller.
+There is no prefill or decode phase: each request catches up from `num_computed_tokens` to the tokens known,
+those in flight included. Running requests come first, then waiting ones, unless a request was preempted.
+
+A request is in exactly one place: held, waiting (also after a preemption), running, or finished. A finished
+one that is still part of a step in flight keeps its blocks and row until that step was updated (`deferred`);
+rows of such a step that belong to it are skipped when the step is settled.
+"""
+import time
+
+import cython
+
+from libc.stdlib cimport calloc, free
+
+from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING
+
+
+cpdef int32_t clip_tokens(
+    int64_t num_tokens, int32_t threshold, int32_t token_budget, int32_t num_computed, int32_t max_model_len
+) noexcept:
+    """How many of `num_tokens` new tokens a request gets; the order of the limits is that of checklist C10.
+
+    The input budget equals the token budget as long as no drafts are appended to a step.
+    """
+    if 0 < threshold < num_tokens:
+        num_tokens = threshold
+    if num_tokens > token_budget:
+        num_tokens = token_budget
+    if num_tokens > max_model_len - num_computed:
+        num_tokens = max_model_len - num_computed
+    return <int32_t> num_tokens
+
+
+@cython.final
+cdef class Scheduler:
+    def __cinit__(
+        self, *, int32_t num_blocks, int32_t block_size, int32_t max_num_seqs, int32_t max_num_batched_tokens,
+        int32_t max_model_len, str policy="fcfs", bint enable_prefix_caching=True, str hash_algo="xxh3_128",
+        bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0, int32_t max_in_flight=1,
+        object clock=time.monotonic, root_seed=None,
+    ):
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1 or long_prefill_token_threshold < 0:
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs}, max_num_batched_tokens={max_num_batched_tokens} and "
+                f"max_model_len={max_model_len} must be at least 1, "
+                f"long_prefill_token_threshold={long_prefill_token_threshold} at least 0"
+            )
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy={policy!r} must be fcfs or priority")
+        if not 1 <= max_in_flight <= 4:
+            raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
+        if not enable_chunked_prefill and (max_num_batched_tokens < max_model_len or long_prefill_token_threshold):
+            raise ValueError(
+                f"without chunked prefill, max_num_batched_tokens={max_num_batched_tokens} must reach "
+                f"max_model_len={max_model_len} and long_prefill_token_threshold must be 0"
+            )
+        self.kv = KVManager(num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed)
+        self.waiting = WaitQueue(policy == "priority")
+        self.running, self.held, self.deferred, self.in_flight, self.left_rows = [], [], [], [], []
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.max_in_flight = max_model_len, max_in_flight
+        self.long_prefill_threshold, self.chunked_prefill = long_prefill_token_threshold, enable_chunked_prefill
+        self.clock = clock
+        # A token needs no KV before the next step reads it, so one more fits than the pool has slots. With
+        # this limit a request alone always has room for its next token.
+        cdef int64_t pool_tokens = <int64_t> (num_blocks - 1) * block_size
+        self.max_total = min(<int64_t> max_model_len, pool_tokens + 1)
+        cdef int64_t table = (min(<int64_t> max_model_len, pool_tokens) + block_size - 1) // block_size
+        self.step_buffer = StepBuffer(
+            max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
+            <int32_t> table,
+        )
+        self.free_rows = <int32_t*> calloc(max_num_seqs, sizeof(int32_t))
+        self.fenced_rows = <int32_t*> calloc(max_num_seqs, sizeof(int32_t))
+        self.row_fence = <int64_t*> calloc(max_num_seqs, sizeof(int64_t))
+        if self.free_rows == NULL or self.fenced_rows == NULL or self.row_fence == NULL:
+            raise MemoryError()
+        cdef int32_t row
+        for row in range(max_num_seqs):
+            self.free_rows[row] = max_num_seqs - 1 - row
+        self.num_free_rows = max_num_seqs
+
+    def __dealloc__(self):
+        free(self.free_rows)
+        free(self.fenced_rows)
+        free(self.row_fence)
+
+    # ---- requests come and go ----
+
+    def add(self, Request request not None, *, bint ready=True):
+        """Queues a new request; with `ready=False` it is held back until `set_ready`."""
+        cdef int64_t tokens = request.num_tokens
+        cdef int64_t blocks = (tokens + self.kv.block_size) // self.kv.block_size  # of one token more
+        if request.state != NEW:
+            raise ValueError(f"request {request.request_id} was added before")
+        if tokens + (request.max_tokens > 0) > self.max_model_len:
+            raise ValueError(
+                f"request {request.request_id} does not fit: prompt of {tokens} tokens and at least "
+                f"{int(request.max_tokens > 0)} of output > max_model_len {self.max_model_len}"
+            )
+        if blocks > self.kv.pool.num_blocks - 1:
+            raise ValueError(
+                f"request {request.request_id} can never run: prompt of {tokens} tokens + 1 needs {blocks} blocks of "
+                f"{self.kv.block_size} tokens, the pool has {self.kv.pool.num_blocks - 1}"
+            )
+        self.num_arrivals += 1
+        request.arrival = self.num_arrivals
+        request.state = WAITING if ready else HELD
+        if ready:
+            self.waiting.push(request)
+        else:
+            self.held.append(request)
+
+    def set_ready(self, Request request not None):
+        """Moves a held request to its place in the queue, as if it had never been held (INV-34)."""
+        if request.state == HELD:
+            discard(self.held, request)
+            request.state = WAITING
+            self.waiting.push(request)
+
+    def finish(self, Request request not None, str reason not None):
+        """Ends a request in whatever state it is; does nothing if it has ended."""
+        if reason not in ("stop", "length", "abort", "error"):
+            raise ValueError(f"reason={reason!r} must be stop, length, abort or error")
+        if request.state == RUNNING:
+            discard(self.running, request)
+        self.end(request, reason)
+
+    def abort(self, Request request not None):
+        """Ends a request with "abort"."""
+        self.finish(request, "abort")
+
+    def fail_all(self):
+        """Ends everything live with "error" and forgets the steps in flight; returns the requests ended."""
+        cdef list ended = [*self.running, *self.waiting.in_order(), *self.held]
+        cdef StepPlan plan
+        for plan in self.in_flight:
+            plan.records = NULL
+        self.in_flight.clear()
+        self.last_updated = self.last_step
+        self.running.clear()
+        for request in ended:
+            self.end(request, "error")
+        self.drain_deferred()
+        return ended
+
+    # ---- a step is made ----
+
+    def schedule(self):
+        """Decides the next step; None if nothing can run now."""
+        if len(self.in_flight) >= self.max_in_flight:
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight, max_in_flight={self.max_in_flight}")
+        self.scheduled = []
+        self.budget = self.max_num_batched_tokens
+        self.num_victims = 0
+        # A request alone has nobody to make way for (INV-28).
+        alone = len(self.running) + len(self.waiting) + len(self.held) == 1
+        self.threshold = 0 if alone else self.long_prefill_threshold
+        if self.schedule_running():
+            self.schedule_waiting()
+        if not self.scheduled:
+            return None
+        self.last_step += 1
+        cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.left_rows)
+        self.left_rows = []
+        self.in_flight.append(plan)
+        return plan
+
+    cdef bint schedule_running(self) except -1:
+        """Gives tokens to running requests in order; returns whether waiting ones may be admitted (INV-30)."""
+        cdef Py_ssize_t at = 0
+        cdef bint waits = False
+        cdef Request request
+        cdef RoomOutcome outcome
+        cdef int32_t num_new, target
+        while at < len(self.running) and self.budget > 0:
+            request = <Request> self.running[at]
+            num_new = self.new_tokens(request)
+            if num_new == 0:
+                at += 1
+                continue
+            target = request.num_computed_tokens + num_new
+            if target > request.num_blocks * self.kv.block_size:
+                outcome = self.make_room(request, target, &at)
+                if outcome == ROOM_GONE:
+                    continue
+                if outcome == ROOM_LATER:
+                    waits = True
+                    at += 1
+                    continue
+            request.step_tokens = num_new
+            self.budget -= num_new
+            self.scheduled.append(request)
+            at += 1
+        if self.num_victims:
+            self.scheduled = [request for request in self.scheduled if is_scheduled(request)]
+        return self.num_victims == 0 and not waits
+
+    cdef int32_t new_tokens(self, Request request) noexcept:
+        """Tokens for a running request: known + in flight - computed (C9), clipped (C10)."""
+        cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
+        cdef int64_t num_new = known - request.num_computed_tokens
+        # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
+        if request.num_in_flight > 0 and (
+            known - request.num_prompt_tokens >= request.max_tokens or known >= self.max_total
+        ):
+            return 0
+        return clip_tokens(num_new, self.threshold, self.budget, request.num_computed_tokens, self.max_model_len)
+
+    cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
+        """Gets blocks for a running request, from victims if need be; `at` is its index in the running list."""
+        cdef Py_ssize_t victim_at
+        cdef Request victim
+        while not self.kv.extend(request, target):
+            if self.deferred:
+                # Blocks of finished requests are on their way: waiting a step beats recomputing a victim.
+                return ROOM_LATER
+            victim_at = self.choose_victim()
+            victim = <Request> self.running.pop(victim_at)
+            self.preempt(victim)
+            if victim is request:
+                return ROOM_GONE
+            if victim_at < at[0]:
+                at[0] -= 1
+        return ROOM_FOUND
+
+    cdef Py_ssize_t choose_victim(self) except -1:
+        """FCFS: the one admitted last. Priority: the largest (priority, arrival) (C16)."""
+        cdef Py_ssize_t worst = len(self.running) - 1
+        cdef Py_ssize_t i
+        if self.waiting.by_priority:
+            for i in range(worst):
+                if self.waiting.before(<Request> self.running[worst], <Request> self.running[i]):
+                    worst = i
+        return worst
+
+    cdef int preempt(self, Request victim) except -1:
+        """Takes blocks and row from a running request and queues it again (C17, C18, INV-31, INV-32).
+
+        Its blocks are free at once even with steps in flight: the device runs steps in order, so their late
+        writes come before anything a new owner writes, and they only touch blocks that were never published.
+        """
+        self.num_victims += 1
+        self.num_preemptions_total += 1
+        self.budget += victim.step_tokens
+        victim.step_tokens = 0
+        self.kv.release(victim)
+        self.leave_row(victim)
+        victim.num_computed_tokens = 0
+        victim.num_sent_blocks = 0
+        victim.num_preemptions += 1
+        victim.state = PREEMPTED
+        self.waiting.push(victim)
+        return 0
+
+    cdef int schedule_waiting(self) except -1:
+        """Admits waiting requests in order until one does not fit (C22)."""
+        cdef int32_t join_blocks = self.step_buffer.max_join_blocks
+        cdef int32_t num_hits, num_new, num_left
+        cdef Request request
+        while self.budget > 0 and len(self.running) < self.max_num_seqs and self.num_free_rows > 0:
+            request = self.waiting.peek()
+            # A preempted request whose samples are in flight waits for them, at most as many steps as are in
+            # flight; those behind it wait too, or they would take the blocks it gave back (INV-33).
+            if request is None or request.num_in_flight > 0:
+                break
+            num_hits = self.kv.match(request)
+            num_left = request.num_tokens - num_hits * self.kv.block_size
+            num_new = clip_tokens(
+                num_left, self.threshold, self.budget, num_hits * self.kv.block_size, self.max_model_len
+            )
+            if num_new < num_left and not self.chunked_prefill:
+                break
+            # Further gates of admission (watermark, full sequence) belong here (A14, A15).
+            join_blocks -= (num_hits * self.kv.block_size + num_new + self.kv.block_size - 1) // self.kv.block_size
+            if join_blocks < 0 or not self.kv.admit(request, num_hits, num_hits * self.kv.block_size + num_new):
+                break
+            self.admit(request, num_hits, num_new)
+        return 0
+
+    cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1:
+        self.waiting.remove(request)
+        self.num_free_rows -= 1
+        request.row = self.free_rows[self.num_free_rows]
+        request.num_computed_tokens = num_hits * self.kv.block_size
+        if request.state == WAITING:
+            request.first_scheduled_s = self.clock()
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.kv.reads_cache(request):
+                self.prefix_queries_tokens += request.num_tokens
+                self.prefix_hit_tokens += request.num_computed_tokens
+        request.state = RUNNING
+        request.step_tokens = num_new
+        self.budget -= num_new
+        self.running.append(request)
+        self.scheduled.append(request)
+        return 0
+
+    # ---- a step is over ----
+
+    def update(self, StepPlan plan not None, const int32_t[::1] token_ids not None):
+        """Settles the oldest step in flight; returns the requests that gained a token or ended, in plan order."""
+        cdef Py_ssize_t i
+        cdef Request request
+        cdef const RowRecord* records = plan.records
+        cdef const int32_t* tokens = &token_ids[0] if token_ids.shape[0] else NULL
+        cdef bint any_ended = False
+        cdef list changed = []
+        if records == NULL or not self.in_flight or plan is not self.in_flight[0]:
+            raise RuntimeError(f"{plan!r} is not the oldest step in flight")
+        if token_ids.shape[0] != plan.num_samples:
+            raise ValueError(f"{plan!r} got {token_ids.shape[0]} token ids")
+        for i in range(plan.num_samples):
+            if tokens[i] < 0:
+                raise ValueError(f"{plan!r} got the token id {tokens[i]} for sample {i}")
+        del self.in_flight[0]
+        plan.records = NULL
+        self.last_updated = plan.step_id
+        for i in range(plan.num_rows):
+            request = <Request> plan.requests[i]
+            if request.state == FINISHED:
+                continue  # ended while the step was in flight: its token is one too many
+            if self.settle_row(request, &records[i], tokens):
+                changed.append(request)
+                any_ended = any_ended or request.state == FINISHED
+        if any_ended:
+            self.running = [request for request in self.running if is_running(request)]
+        self.drain_deferred()
+        return changed
+
+    cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
+        """Publishes what a row computed and appends what it sampled; returns whether there is news."""
+        cdef int32_t reached = record.num_computed + record.num_new
+        # Preempted since: the blocks are gone, but a sampled token is as valid as before (INV-33).
+        if record.epoch == request.num_preemptions:
+            self.kv.publish(request, reached)
+        if record.sample_index >= 0:
+            request.num_in_flight -= 1
+            request.append_token(token_ids[record.sample_index])
+            if request.ends_with(self.max_total):
+                self.end(request, request.finish_reason)
+            return True
+        if request.max_tokens == 0 and reached == request.num_prompt_tokens:
+            self.end(request, "length")
+            return True
+        return False
+
+    # ---- leaving ----
+
+    cdef int end(self, Request request, object reason) except -1:
+        """Ends a request; a running one is taken off the running list by the caller."""
+        if request.state == FINISHED:
+            return 0
+        if request.state == WAITING or request.state == PREEMPTED:
+            self.waiting.remove(request)
+        elif request.state == HELD:
+            discard(self.held, request)
+        request.state = FINISHED
+        request.finish_reason = reason
+        request.num_in_flight = 0
+        self.leave_row(request)
+        if request.num_blocks and request.last_step > self.last_updated:
+            self.deferred.append(request)  # a step in flight may still write its blocks
+        else:
+            self.kv.release(request)
+        return 0
+
+    cdef int leave_row(self, Request request) except -1:
+        """Frees the row, or fences it until no step in flight writes a sampled token to it."""
+        if request.row < 0:
+            return 0
+        if request.last_step > self.last_updated:
+            self.row_fence[request.row] = request.last_step
+            self.fenced_rows[self.num_fenced_rows] = request.row
+            self.num_fenced_rows += 1
+        else:
+            self.free_row(request.row)
+        request.row = -1
+        return 0
+
+    cdef int free_row(self, int32_t row) except -1:
+        self.free_rows[self.num_free_rows] = row
+        self.num_free_rows += 1
+        self.left_rows.append(row)
+        return 0
+
+    cdef int drain_deferred(self) except -1:
+        """Gives back blocks and rows whose last step was updated."""
+        cdef int32_t i
+        cdef int32_t kept = 0
+        cdef Request request
+        for i in range(self.num_fenced_rows):
+            if self.row_fence[self.fenced_rows[i]] > self.last_updated:
+                self.fenced_rows[kept] = self.fenced_rows[i]
+                kept += 1
+            else:
+                self.free_row(self.fenced_rows[i])
+        self.num_fenced_rows = kept
+        if self.deferred:
+            for request in self.deferred:
+                if request.last_step <= self.last_updated:
+                    self.kv.release(request)
+            self.deferred = [request for request in self.deferred if has_blocks(request)]
+        return 0
+
+    # ---- figures and checks ----
+
+    def has_work(self):
+        """Whether anything runs, waits (not held) or is in flight."""
+        return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight)
+
+    def reset_prefix_cache(self):
+        """Forgets all cached prefixes; False, and nothing changes, while any request has blocks."""
+        return self.kv.reset()
+
+    @property
+    def num_running(self):
+        return len(self.running)
+
+    @property
+    def num_waiting(self):
+        return len(self.waiting) + len(self.held)
+
+    @property
+    def num_in_flight_steps(self):
+        return len(self.in_flight)
+
+    @property
+    def num_free_blocks(self):
+        return self.kv.pool.num_free
+
+    @property
+    def num_blocks(self):
+        return self.kv.pool.num_blocks
+
+    def running_requests(self):
+        """In order of admission."""
+        return list(self.running)
+
+    def waiting_requests(self):
+        """In order of admission to come; held ones are left out."""
+        return self.waiting.in_order()
+
+    def check_invariants(self):
+        """Raises AssertionError if any two records of the state contradict each other."""
+        cdef Request request
+        cdef list rows = [self.free_rows[i] for i in range(self.num_free_rows)]
+        rows += [self.fenced_rows[i] for i in range(self.num_fenced_rows)]
+        self.kv.check([*self.running, *self.deferred])
+        self.waiting.check()
+        for request in self.running:
+            rows.append(request.row)
+            assert request.state == RUNNING and request.queue_at == -1, repr(request)
+            assert request.step_tokens == 0, f"{request!r} was left half scheduled"
+            assert request.num_computed_tokens <= request.num_blocks * self.kv.block_size, repr(request)
+            assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight, repr(request)
+            assert request.num_computed_tokens <= self.max_model_len, repr(request)
+            assert request.num_published * self.kv.block_size <= request.num_computed_tokens, repr(request)
+        for request in [*self.waiting.in_order(), *self.held]:
+            assert request.state in (WAITING, PREEMPTED, HELD), repr(request)
+            assert (request.state == HELD) == (request.queue_at == -1), repr(request)
+            assert request.num_blocks == 0 and request.row == -1 and request.num_computed_tokens == 0, repr(request)
+        for request in self.deferred:
+            assert request.state == FINISHED and request.last_step > self.last_updated, repr(request)
+        assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or used twice: {sorted(rows)}"
+        for request in [*self.running, *self.waiting.in_order()]:
+            assert request.num_in_flight == self.samples_in_flight(request), repr(request)
+
+    cdef int samples_in_flight(self, Request request) except -1:
+        cdef StepPlan plan
+        cdef int count = 0
+        for plan in self.in_flight:
+            for other in plan.sample_requests:
+                count += other is request
+        return count
+
+
+cdef inline bint is_scheduled(object request) noexcept:
+    return (<Request> request).step_tokens > 0
+
+
+cdef inline bint is_running(object request) noexcept:
+    return (<Request> request).state == RUNNING
+
+
+cdef inline bint has_blocks(object request) noexcept:
+    return (<Request> request).num_blocks > 0
+
+
+cdef int discard(list items, object item) except -1:
+    """Removes an item by identity."""
+    cdef Py_ssize_t i
+    for i in range(len(items)):
+        if items[i] is item:
+            del items[i]
+            return 0
+    raise AssertionError(f"{item!r} is not where its state says")

@@ -1,0 +1,187 @@
+"""Packs a step into one contiguous run of int32 words, the wire format between scheduler and device.
+
+Owns the layout and a ring of preallocated buffers: one slot per step that may be in flight and one more, so
+that a slot is never rewritten before its step was updated. The scheduler decides and calls `pack`; the
+runner copies `StepPlan.buffer` to the device, and `kernels/step.py` unpacks it there.
+
+    header  16 words   version, step_id, num_rows, num_tokens, num_samples, off_rows, off_tokens, off_blocks,
+                       num_block_updates, total_words, then zeros
+    rows    8 words each   row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
+                           num_output_tokens with those in flight, 0
+    tokens  one word each  the id; -1 = the last token sampled for this row, which only the device knows yet
+    blocks  3 words each   row, logical index, block id
+
+Block tables are append-only: a row sends what is new, a joined row its whole table (INV-38, INV-39).
+"""
+import cython
+import numpy as np
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+VERSION = 1
+HEADER_WORDS = 16
+ROW_WORDS = 8
+BLOCK_WORDS = 3
+FLAG_SAMPLE = 1
+FLAG_PROMPT_LOGITS = 2
+FLAG_JOINED = 4
+
+# Indices of the header's words.
+HEADER_VERSION, HEADER_STEP_ID, HEADER_NUM_ROWS, HEADER_NUM_TOKENS, HEADER_NUM_SAMPLES = range(5)
+HEADER_OFF_ROWS, HEADER_OFF_TOKENS, HEADER_OFF_BLOCKS, HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS = range(5, 10)
+# Indices of a row's words.
+ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED, ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(7)
+
+cdef enum:
+    C_VERSION = 1
+    C_HEADER_WORDS = 16
+    C_ROW_WORDS = 8
+    C_BLOCK_WORDS = 3
+    C_SAMPLE = 1
+    C_PROMPT_LOGITS = 2
+    C_JOINED = 4
+    # Blocks that the rows joining in one step may send beyond one whole table: bounds the ring when long
+    # cached prefixes are shared by many rows, whose tables together are larger than the pool.
+    JOIN_BLOCKS = 65536
+
+
+@cython.final
+cdef class StepPlan:
+    def num_computed(self, Py_ssize_t index):
+        """Context length of a row before this step."""
+        return self.record(index).num_computed
+
+    def num_new(self, Py_ssize_t index):
+        """Tokens of a row in this step."""
+        return self.record(index).num_new
+
+    cdef const RowRecord* record(self, Py_ssize_t index) except NULL:
+        if self.records == NULL:
+            raise RuntimeError(f"step {self.step_id} has been updated; its buffer may hold another step")
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of a step with {self.num_rows} rows")
+        return &self.records[index]
+
+    def __repr__(self):
+        return f"<StepPlan {self.step_id}: {self.num_rows} rows, {self.num_tokens} tokens, {self.num_samples} samples>"
+
+
+@cython.final
+cdef class StepBuffer:
+    def __cinit__(
+        self, int32_t num_slots, int32_t max_rows, int32_t max_tokens, int32_t block_size, int32_t max_table_blocks
+    ):
+        cdef int64_t all_joined = <int64_t> max_rows * max_table_blocks
+        cdef int64_t per_slot
+        self.num_slots, self.max_rows, self.max_tokens = num_slots, max_rows, max_tokens
+        self.max_join_blocks = <int32_t> min(all_joined, max(<int64_t> max_table_blocks, <int64_t> JOIN_BLOCKS))
+        # A row that stays needs at most one block more than its tokens fill.
+        self.max_block_updates = self.max_join_blocks + max_tokens // block_size + max_rows
+        per_slot = (
+            C_HEADER_WORDS + <int64_t> C_ROW_WORDS * max_rows + max_tokens
+            + <int64_t> C_BLOCK_WORDS * self.max_block_updates
+        )
+        self.ring = np.zeros((num_slots, per_slot), dtype=np.int32)
+        self.words = self.ring
+        self.records = <RowRecord*> calloc(<size_t> num_slots * max_rows, sizeof(RowRecord))
+        if self.records == NULL:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.records)
+
+    cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows):
+        """Writes the step and moves the requests' counters past it.
+
+        Every request has `step_tokens` > 0 and blocks for them. The caller keeps within the limits given at
+        creation: rows, tokens, and blocks of joining rows.
+        """
+        cdef StepPlan plan = StepPlan.__new__(StepPlan)
+        cdef Py_ssize_t slot = step_id % self.num_slots
+        cdef int32_t num_rows = <int32_t> len(requests)
+        cdef int32_t* header = &self.words[slot, 0]
+        cdef int32_t* row = header + C_HEADER_WORDS
+        cdef int32_t* tokens = row + <Py_ssize_t> C_ROW_WORDS * num_rows
+        cdef int32_t* blocks
+        cdef RowRecord* record = self.records + slot * self.max_rows
+        cdef Request request
+        cdef Py_ssize_t i
+        cdef int32_t num_tokens = 0
+        cdef int32_t num_updates = 0
+
+        plan.step_id, plan.requests, plan.left_rows = step_id, requests, left_rows
+        plan.sample_requests, plan.joined, plan.records = [], [], record
+        for i in range(num_rows):
+            request = <Request> requests[i]
+            pack_row(row, record, request, plan, num_tokens)
+            pack_tokens(tokens + num_tokens, request)
+            num_tokens += request.step_tokens
+            row += C_ROW_WORDS
+            record += 1
+        blocks = tokens + num_tokens
+        for i in range(num_rows):
+            request = <Request> requests[i]
+            num_updates += pack_blocks(blocks + <Py_ssize_t> C_BLOCK_WORDS * num_updates, request)
+            request.num_computed_tokens += request.step_tokens
+            request.step_tokens = 0
+            request.last_step = step_id
+
+        plan.num_rows, plan.num_tokens, plan.num_samples = num_rows, num_tokens, <int32_t> len(plan.sample_requests)
+        memset(header, 0, C_HEADER_WORDS * sizeof(int32_t))
+        header[0], header[1] = C_VERSION, <int32_t> (step_id & 0x7FFFFFFF)
+        header[2], header[3], header[4] = num_rows, num_tokens, plan.num_samples
+        header[5], header[6] = C_HEADER_WORDS, <int32_t> (tokens - header)
+        header[7], header[8] = <int32_t> (blocks - header), num_updates
+        header[9] = header[7] + C_BLOCK_WORDS * num_updates
+        assert header[9] <= self.words.shape[1], f"step {step_id} needs {header[9]} of {self.words.shape[1]} words"
+        plan.buffer = self.ring[slot, :header[9]]
+        return plan
+
+
+cdef inline int pack_row(
+    int32_t* row, RowRecord* record, Request request, StepPlan plan, int32_t query_start
+) except -1:
+    cdef int32_t known = request.num_tokens + request.num_in_flight
+    cdef int32_t reached = request.num_computed_tokens + request.step_tokens
+    cdef int32_t flags = 0
+    cdef int32_t sample_index = -1
+    row[6] = known - request.num_prompt_tokens
+    if request.num_sent_blocks == 0:
+        flags |= C_JOINED
+        plan.joined.append(request)
+    if (
+        request.wants_prompt_logits and request.num_computed_tokens < request.num_prompt_tokens - 1
+        and reached > request.prompt_logits_until
+    ):
+        flags |= C_PROMPT_LOGITS
+        request.prompt_logits_until = reached
+    if reached == known and request.max_tokens > 0:
+        flags |= C_SAMPLE
+        sample_index = <int32_t> len(plan.sample_requests)
+        plan.sample_requests.append(request)
+        request.num_in_flight += 1
+    row[0], row[1], row[2] = request.row, query_start, request.step_tokens
+    row[3], row[4], row[5], row[7] = request.num_computed_tokens, flags, sample_index, 0
+    record.num_computed, record.num_new = request.num_computed_tokens, request.step_tokens
+    record.sample_index, record.epoch = sample_index, request.num_preemptions
+    return 0
+
+
+cdef inline void pack_tokens(int32_t* tokens, Request request) noexcept:
+    cdef int32_t on_host = min(request.step_tokens, request.num_tokens - request.num_computed_tokens)
+    if on_host > 0:
+        memcpy(tokens, request.tokens + request.num_computed_tokens, on_host * sizeof(int32_t))
+    else:
+        # Its sample is in flight; a chunk never mixes both, because sampling ends a chunk at the last known token.
+        tokens[0] = -1
+
+
+cdef inline int32_t pack_blocks(int32_t* blocks, Request request) noexcept:
+    cdef int32_t i
+    cdef int32_t first = request.num_sent_blocks
+    for i in range(first, request.num_blocks):
+        blocks[0], blocks[1], blocks[2] = request.row, i, request.blocks[i]
+        blocks += C_BLOCK_WORDS
+    request.num_sent_blocks = request.num_blocks
+    return request.num_blocks - first

@@ -1,0 +1,234 @@
+"""Decisions of the scheduler on small cases, one behaviour per test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.step_buffer import StepPlan
+
+EOS = 2
+
+
+def make_scheduler(**options: object) -> Scheduler:
+    defaults: dict[str, object] = dict(
+        num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128
+    )
+    return Scheduler(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def make_request(name: str, prompt_len: int = 6, *, start: int = 100, **options: object) -> Request:
+    options.setdefault("max_tokens", 8)
+    return Request(name, list(range(start, start + prompt_len)), **options)  # type: ignore[arg-type]
+
+
+def settle(scheduler: Scheduler, plan: StepPlan | None, *token_ids: int) -> list[Request]:
+    """Updates a plan with the given samples, or with token 9 for each."""
+    assert plan is not None
+    ids = token_ids or (9,) * plan.num_samples
+    changed = scheduler.update(plan, np.array(ids, dtype=np.int32))
+    scheduler.check_invariants()
+    return changed
+
+
+def scheduled(plan: StepPlan | None) -> dict[str, int]:
+    """Request id -> number of tokens."""
+    if plan is None:
+        return {}
+    return {r.request_id: plan.num_new(i) for i, r in enumerate(plan.requests)}
+
+
+def run_to_end(scheduler: Scheduler, token_id: int = 9) -> None:
+    while scheduler.has_work():
+        settle(scheduler, (plan := scheduler.schedule()), *[token_id] * (plan.num_samples if plan else 0))
+
+
+def test_prompt_is_computed_then_one_token_per_step() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", max_tokens=3)
+    scheduler.add(request)
+    sizes = []
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        sizes.append(scheduled(plan)["a"])
+        assert settle(scheduler, plan) == [request]
+    assert sizes == [6, 1, 1]
+    assert request.output_ids_from(0) == [9, 9, 9]
+    assert request.finish_reason == "length" and request.stop_token_id is None
+    assert scheduler.num_free_blocks == 63
+
+
+def test_prompt_only_request_finishes_without_a_sample() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = make_request("a", max_tokens=0)
+    scheduler.add(request)
+    first, second = scheduler.schedule(), None
+    assert settle(scheduler, first) == []
+    second = scheduler.schedule()
+    assert second is not None and second.num_samples == 0
+    assert settle(scheduler, second) == [request]
+    assert request.finish_reason == "length" and request.num_output_tokens == 0
+    assert not scheduler.has_work()
+
+
+@pytest.mark.parametrize(
+    ("options", "token_id", "reason", "stop_token_id"),
+    [
+        ({"eos_token_ids": [EOS]}, EOS, "stop", None),
+        ({"eos_token_ids": [EOS], "ignore_eos": True}, EOS, None, None),
+        ({"eos_token_ids": [EOS], "stop_token_ids": [EOS], "ignore_eos": True}, EOS, "stop", EOS),
+        ({"stop_token_ids": [5, 7]}, 7, "stop", 7),
+        ({"eos_token_ids": [EOS], "stop_token_ids": [7], "min_tokens": 2}, 7, None, None),
+        ({"eos_token_ids": [EOS], "min_tokens": 2}, EOS, None, None),
+        ({"eos_token_ids": [EOS], "min_tokens": 1}, EOS, "stop", None),
+        ({"max_tokens": 1}, 9, "length", None),
+        ({"max_tokens": 1, "stop_token_ids": [9]}, 9, "stop", 9),
+    ],
+)
+def test_first_token_ends_the_request_or_not(
+    options: dict[str, object], token_id: int, reason: str | None, stop_token_id: int | None
+) -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", **options)
+    scheduler.add(request)
+    settle(scheduler, scheduler.schedule(), token_id)
+    assert request.finish_reason == reason
+    assert request.stop_token_id == stop_token_id
+    assert request.output_ids_from(0) == [token_id]
+
+
+def test_context_window_ends_a_request() -> None:
+    scheduler = make_scheduler(max_model_len=8)
+    request = make_request("a", 6, max_tokens=100)
+    scheduler.add(request)
+    run_to_end(scheduler)
+    assert request.num_tokens == 8 and request.finish_reason == "length"
+
+
+def test_pool_ends_a_request_that_outgrows_it() -> None:
+    scheduler = make_scheduler(num_blocks=3, max_model_len=100)
+    request = make_request("a", 6, max_tokens=50)
+    scheduler.add(request)
+    run_to_end(scheduler)
+    assert request.num_tokens == 9  # 8 slots, and the last token needs none
+    assert request.finish_reason == "length" and request.num_preemptions == 0
+
+
+def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    with pytest.raises(ValueError, match=r"8 tokens \+ 1 needs 3 blocks of 4 tokens, the pool has 2"):
+        scheduler.add(make_request("a", 8))
+    with pytest.raises(ValueError, match=r"128 tokens and at least 1 of output > max_model_len 128"):
+        make_scheduler().add(make_request("a", 128))
+    make_scheduler().add(make_request("a", 128, max_tokens=0))
+
+
+def test_prefix_is_hit_only_after_the_step_that_computed_it() -> None:
+    scheduler = make_scheduler(max_in_flight=2)
+    for name in "ab":
+        scheduler.add(make_request(name, 9))
+    first = scheduler.schedule()
+    assert scheduled(first) == {"a": 9, "b": 9}  # equal prompts in one step keep their own blocks
+    scheduler.add(make_request("c", 9))
+    second = scheduler.schedule()  # the first step is not over: nothing to hit yet
+    assert scheduled(second) == {"a": 1, "b": 1, "c": 9}
+    a, b, c = second.requests
+    assert not {*a.block_ids()} & {*b.block_ids()} and not {*a.block_ids()} & {*c.block_ids()}
+    settle(scheduler, first)
+    d = make_request("d", 9)
+    scheduler.add(d)
+    third = scheduler.schedule()
+    assert scheduled(third)["d"] == 1 and d.num_cached_tokens == 8
+    assert d.block_ids()[:2] == a.block_ids()[:2]
+
+
+def test_hit_leaves_one_token_to_compute() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 8, max_tokens=1))
+    run_to_end(scheduler)
+    again = make_request("b", 8, max_tokens=1)
+    scheduler.add(again)
+    assert scheduled(scheduler.schedule()) == {"b": 4}
+    assert again.num_cached_tokens == 4
+    assert (scheduler.prefix_queries_tokens, scheduler.prefix_hit_tokens) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"skip_prefix_cache": True},
+        {"wants_prompt_logits": True},
+        {"extra_keys": b"adapter"},
+        {"cache_salt": b"tenant"},
+    ],
+)
+def test_no_hit_for_requests_that_must_not_share(options: dict[str, object]) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    run_to_end(scheduler)
+    scheduler.add(make_request("b", 9, **options))
+    assert scheduled(scheduler.schedule()) == {"b": 9}
+
+
+def test_abort_in_the_same_tick_returns_everything() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a")
+    scheduler.add(request)
+    settle(scheduler, scheduler.schedule())
+    scheduler.abort(request)
+    assert scheduler.num_free_blocks == 63 and request.finish_reason == "abort" and request.row == -1
+    scheduler.abort(request)
+    scheduler.finish(request, "stop")
+    assert request.finish_reason == "abort"
+    scheduler.check_invariants()
+
+
+def test_abort_with_a_step_in_flight_keeps_blocks_and_row_until_its_update() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    request = make_request("a")
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.abort(request)
+    scheduler.check_invariants()
+    assert scheduler.num_free_blocks == 61
+    newcomer = make_request("b", start=300)
+    scheduler.add(newcomer)
+    assert settle(scheduler, plan) == []
+    assert scheduler.num_free_blocks == 63 and request.num_output_tokens == 0
+    plan = scheduler.schedule()
+    assert plan is not None and plan.left_rows == [0] and plan.joined == [newcomer] and newcomer.row == 0
+
+
+def test_fail_all_ends_everything_and_empties_the_pool() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_in_flight=2)
+    requests = [make_request(name) for name in "abcd"]
+    for request in requests[:3]:
+        scheduler.add(request)
+    scheduler.add(requests[3], ready=False)
+    plan = scheduler.schedule()
+    assert scheduler.fail_all() == requests
+    assert {r.finish_reason for r in requests} == {"error"}
+    assert scheduler.num_free_blocks == 63 and not scheduler.has_work()
+    scheduler.check_invariants()
+    with pytest.raises(RuntimeError, match="not the oldest step in flight"):
+        settle(scheduler, plan)
+
+
+def test_steps_are_limited_and_settled_in_order() -> None:
+    scheduler = make_scheduler(max_in_flight=2)
+    scheduler.add(make_request("a"))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        scheduler.schedule()
+    with pytest.raises(RuntimeError, match="not the oldest"):
+        settle(scheduler, second)
+    with pytest.raises(ValueError, match="got 2 token ids"):
+        settle(scheduler, first, 1, 2)
+    with pytest.raises(ValueError, match="token id -5"):
+        settle(scheduler, first, -5)
+    settle(scheduler, first)
+    settle(scheduler, second)
+    with pytest.raises(RuntimeError, match="not the oldest"):
+        settle(scheduler, second)
