@@ -7,7 +7,8 @@ the decorated kernels exist but cannot be launched, and `unavailable_reason` say
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,45 @@ else:
 INTERPRETED: bool = MISSING is None and bool(triton.knobs.runtime.interpret)
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the plain function where triton is missing (it is then never launched)."""
-    return kernel if MISSING is not None else triton.jit(kernel)
+def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or the plain function where triton is missing (it is then never launched).
+
+    `varying` names integer arguments that change from batch to batch: they are never specialized on, so that
+    a batch of 1 or of a multiple of 16 compiles nothing new.
+    """
+    if kernel is None:
+        return functools.partial(jit, varying=varying)
+    return kernel if MISSING is not None else triton.jit(kernel, do_not_specialize=varying)
+
+
+@jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Blocks until every kernel before this one has finished; only constants may be read earlier."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def let_next_start(PDL: tl.constexpr):
+    """Lets the next kernel be placed on the device while this one runs; it waits for the results itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def _has_dependent_launch(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of every launch: programmatic dependent launch (PDL) where the card has it.
+
+    A kernel launched so may start while the one before it ends; each of ours therefore calls
+    `wait_for_inputs` before it touches anything that another kernel writes, and in all its programs.
+    """
+    if device.type == "cuda" and _has_dependent_launch(device.index or 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def unavailable_reason(device: torch.device) -> str | None:

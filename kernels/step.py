@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+
 HEADER_WORDS, ROW_WORDS, BLOCK_WORDS = 16, 8, 3
 VERSION, STEP_ID, NUM_ROWS, NUM_TOKENS, NUM_SAMPLES = 0, 1, 2, 3, 4
 OFF_ROWS, OFF_TOKENS, OFF_BLOCKS, NUM_BLOCK_UPDATES, TOTAL_WORDS = 5, 6, 7, 8, 9
@@ -146,3 +148,252 @@ def unpack_ref(
     step.sample_rows[at] = sampled[:, ROW].int()
     step.sample_num_outputs[at] = sampled[:, NUM_OUTPUT].int()
     return step
+
+
+# The layout above as constants that kernels may read.
+_HEADER_ROWS = tl.constexpr(NUM_ROWS)
+_HEADER_TOKENS = tl.constexpr(NUM_TOKENS)
+_HEADER_SAMPLES = tl.constexpr(NUM_SAMPLES)
+_HEADER_OFF_ROWS = tl.constexpr(OFF_ROWS)
+_HEADER_OFF_TOKENS = tl.constexpr(OFF_TOKENS)
+_HEADER_OFF_BLOCKS = tl.constexpr(OFF_BLOCKS)
+_HEADER_UPDATES = tl.constexpr(NUM_BLOCK_UPDATES)
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+_BLOCK_WORDS = tl.constexpr(BLOCK_WORDS)
+_ROW = tl.constexpr(ROW)
+_QUERY_START = tl.constexpr(QUERY_START)
+_NUM_NEW = tl.constexpr(NUM_NEW)
+_NUM_COMPUTED = tl.constexpr(NUM_COMPUTED)
+_SAMPLE_INDEX = tl.constexpr(SAMPLE_INDEX)
+_NUM_OUTPUT = tl.constexpr(NUM_OUTPUT)
+
+
+@jit
+def _update_blocks_kernel(buffer_ptr, table_ptr, stride_table_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Scatters the block updates, however many there are, over a fixed number of programs."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    num_updates = tl.load(buffer_ptr + _HEADER_UPDATES)
+    updates_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_BLOCKS)
+    for start in range(tl.program_id(0) * BLOCK, num_updates, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < num_updates
+        words_ptr = updates_ptr + at * _BLOCK_WORDS
+        row = tl.load(words_ptr, mask=mask, other=0).to(tl.int64)  # [BLOCK]
+        logical = tl.load(words_ptr + 1, mask=mask, other=0)  # [BLOCK]
+        block = tl.load(words_ptr + 2, mask=mask, other=0)  # [BLOCK]
+        tl.store(table_ptr + row * stride_table_row + logical, block, mask=mask)  # [BLOCK]
+
+
+@jit
+def _unpack_tokens(
+    buffer_ptr,
+    table_ptr,
+    last_token_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    first_token,
+    num_tokens,
+    search_steps,
+    stride_table_row,
+    block_size,
+    BLOCK: tl.constexpr,
+):
+    """Ids, positions and slots of BLOCK tokens; each finds its row by binary search over the query starts."""
+    token = first_token + tl.arange(0, BLOCK)
+    real = token < tl.load(buffer_ptr + _HEADER_TOKENS)
+    rows_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_ROWS)
+    low = tl.zeros_like(token)
+    high = low + tl.load(buffer_ptr + _HEADER_ROWS)
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        start = tl.load(
+            rows_ptr + middle * _ROW_WORDS + _QUERY_START, mask=real & (low < high), other=0
+        )  # [BLOCK]
+        is_before = (start <= token) & (low < high)
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    row_ptr = rows_ptr + (low - 1) * _ROW_WORDS
+    row = tl.load(row_ptr + _ROW, mask=real, other=0).to(tl.int64)  # [BLOCK]
+    start = tl.load(row_ptr + _QUERY_START, mask=real, other=0)  # [BLOCK]
+    computed = tl.load(row_ptr + _NUM_COMPUTED, mask=real, other=0)  # [BLOCK]
+    position = tl.where(real, computed + token - start, 0)
+    tokens_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_TOKENS)
+    token_id = tl.load(tokens_ptr + token, mask=real, other=0)  # [BLOCK]
+    on_device = real & (token_id < 0)
+    token_id = tl.where(
+        on_device, tl.load(last_token_ptr + row, mask=on_device, other=0), token_id
+    )  # [BLOCK]
+    block_ptrs = table_ptr + row * stride_table_row + position // block_size
+    block = tl.load(block_ptrs, mask=real, other=0)  # [BLOCK]
+    slot = tl.where(real, block * block_size + position % block_size, -1)
+    mask = token < num_tokens
+    tl.store(input_ids_ptr + token, token_id, mask=mask)  # [BLOCK]
+    tl.store(positions_ptr + token, position, mask=mask)  # [BLOCK]
+    tl.store(slots_ptr + token, slot, mask=mask)  # [BLOCK]
+
+
+@jit
+def _unpack_row(
+    buffer_ptr,
+    table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    table_out_ptr,
+    rows_ptr,
+    sample_indices_ptr,
+    sample_rows_ptr,
+    sample_num_outputs_ptr,
+    index,
+    stride_table_row,
+    block_size,
+    max_blocks,
+    BLOCK: tl.constexpr,
+):
+    """Everything of one row of the step, or of a padding row."""
+    real = index < tl.load(buffer_ptr + _HEADER_ROWS)
+    words_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_ROWS) + index * _ROW_WORDS
+    row = tl.load(words_ptr + _ROW, mask=real, other=-1)
+    start = tl.load(words_ptr + _QUERY_START, mask=real, other=0)
+    num_new = tl.load(words_ptr + _NUM_NEW, mask=real, other=0)
+    seq_len = tl.load(words_ptr + _NUM_COMPUTED, mask=real, other=0) + num_new
+    sample = tl.load(words_ptr + _SAMPLE_INDEX, mask=real, other=-1)
+    num_output = tl.load(words_ptr + _NUM_OUTPUT, mask=real, other=0)
+    if not real:
+        start = tl.load(buffer_ptr + _HEADER_TOKENS)
+    tl.store(query_start_loc_ptr + index, start)
+    tl.store(seq_lens_ptr + index, seq_len)
+    tl.store(rows_ptr + index, row)
+    if sample >= 0:
+        tl.store(sample_indices_ptr + sample, start + num_new - 1)
+        tl.store(sample_rows_ptr + sample, row)
+        tl.store(sample_num_outputs_ptr + sample, num_output)
+    source_ptr = table_ptr + row.to(tl.int64) * stride_table_row
+    target_ptr = table_out_ptr + index.to(tl.int64) * max_blocks
+    for first in range(0, max_blocks, BLOCK):
+        logical = first + tl.arange(0, BLOCK)
+        block = tl.load(source_ptr + logical, mask=logical * block_size < seq_len, other=0)  # [BLOCK]
+        tl.store(target_ptr + logical, block, mask=logical < max_blocks)  # [BLOCK]
+
+
+@jit(varying=["num_tokens", "num_rows", "num_samples", "search_steps"])
+def _unpack_kernel(
+    buffer_ptr,
+    table_ptr,
+    last_token_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    table_out_ptr,
+    rows_ptr,
+    sample_indices_ptr,
+    sample_rows_ptr,
+    sample_num_outputs_ptr,
+    num_tokens,
+    num_rows,
+    num_samples,
+    search_steps,
+    stride_table_row,
+    block_size,
+    max_blocks,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs 0 .. num_rows-1 take a row each, the next one the tails, the others BLOCK tokens each."""
+    index = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if index < num_rows:
+        _unpack_row(
+            buffer_ptr,
+            table_ptr,
+            query_start_loc_ptr,
+            seq_lens_ptr,
+            table_out_ptr,
+            rows_ptr,
+            sample_indices_ptr,
+            sample_rows_ptr,
+            sample_num_outputs_ptr,
+            index,
+            stride_table_row,
+            block_size,
+            max_blocks,
+            BLOCK,
+        )
+    elif index == num_rows:
+        tl.store(query_start_loc_ptr + num_rows, tl.load(buffer_ptr + _HEADER_TOKENS))
+        first_padding = tl.load(buffer_ptr + _HEADER_SAMPLES)
+        for first in range(first_padding, num_samples, BLOCK):
+            sample = first + tl.arange(0, BLOCK)
+            mask = sample < num_samples
+            zero = tl.zeros_like(sample)
+            tl.store(sample_indices_ptr + sample, zero, mask=mask)  # [BLOCK]
+            tl.store(sample_rows_ptr + sample, zero - 1, mask=mask)  # [BLOCK]
+            tl.store(sample_num_outputs_ptr + sample, zero, mask=mask)  # [BLOCK]
+    else:
+        _unpack_tokens(
+            buffer_ptr,
+            table_ptr,
+            last_token_ptr,
+            input_ids_ptr,
+            positions_ptr,
+            slots_ptr,
+            (index - num_rows - 1) * BLOCK,
+            num_tokens,
+            search_steps,
+            stride_table_row,
+            block_size,
+            BLOCK,
+        )
+
+
+def unpack(
+    buffer: torch.Tensor,
+    block_table: torch.Tensor,
+    last_token: torch.Tensor,
+    block_size: int,
+    step: StepInputs,
+) -> None:
+    """Fills `step`, the buffers of a bucket, from the packed step on the device; see `unpack_ref`.
+
+    Reads nothing back: the caller has checked that the step fits the bucket. Two launches of a fixed grid, so
+    a graph captured for a bucket serves every step of at most that many tokens, rows and samples.
+    """
+    require_kernels(buffer.device)
+    if block_table.stride(1) != 1 or not step.block_table.is_contiguous():
+        raise ValueError("block tables must be contiguous along a row")
+    if step.block_table.shape[1] != block_table.shape[1]:
+        raise ValueError("the step's block table must be as wide as the persistent one")
+    options = launch_options(buffer.device)
+    _update_blocks_kernel[(32,)](
+        buffer, block_table, block_table.stride(0), BLOCK=256, num_warps=4, **options
+    )
+    block = 256
+    _unpack_kernel[(step.num_rows + 1 + triton.cdiv(step.num_tokens, block),)](
+        buffer,
+        block_table,
+        last_token,
+        step.input_ids,
+        step.positions,
+        step.slot_mapping,
+        step.query_start_loc,
+        step.seq_lens,
+        step.block_table,
+        step.rows,
+        step.sample_indices,
+        step.sample_rows,
+        step.sample_num_outputs,
+        step.num_tokens,
+        step.num_rows,
+        step.num_samples,
+        step.num_rows.bit_length() + 1,
+        block_table.stride(0),
+        block_size,
+        block_table.shape[1],
+        BLOCK=block,
+        num_warps=4,
+        **options,
+    )

@@ -15,7 +15,7 @@ SHAPES = [(4, 2, 16, 16), (3, 1, 32, 16), (2, 2, 64, 64)]
 
 @pytest.fixture
 def rope_and_cache(run):
-    return rope.rope_and_cache_ref
+    return rope.rope_and_cache if run == "triton" else rope.rope_and_cache_ref
 
 
 def angles(max_position: int, rotary_dim: int, device: torch.device) -> torch.Tensor:
