@@ -1,0 +1,96 @@
+"""What the server needs of an engine, as protocols: `AsyncEngine` has it, and so has the tests' scripted one.
+
+The meaning of each member is documented at `AsyncEngine`; here stands only what the routes call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from aioengine.types import Prompt, RequestOutput, SamplingParams
+
+
+class Tokenizer(Protocol):
+    """The model's tokenizer, as far as echo, logprobs and /tokenize need it."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Stream(Protocol):
+    """One queued request: an iterator of outputs; `abort` may be called at any time, also after the end."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def abort(self) -> None: ...
+
+
+class ModelInfo(Protocol):
+    """The served model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class Engine(Protocol):
+    """The public face of `AsyncEngine` that the routes use."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def default_sampling(self) -> Mapping[str, object]: ...
+
+    async def __aenter__(self) -> Engine: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def sampling_params(self, **overrides: object) -> SamplingParams: ...
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Stream: ...
+
+    async def render(
+        self,
+        prompt: Prompt,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[int]: ...
+
+    def metrics_text(self) -> bytes: ...
+
+    def health(self) -> str: ...
+
+    async def drain(self, timeout_s: float) -> object: ...

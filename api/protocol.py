@@ -1,0 +1,318 @@
+"""The wire schemas of requests: every field that is accepted, and how a body becomes a checked struct.
+
+`null` means "not given" everywhere, so every field is optional here and defaults to None. Types are checked
+by msgspec, whose errors name the field's path; ranges by `SamplingParams`; what needs the model by the engine. A
+field that is not listed is refused by name. Called by the routes; responses are built where they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from aioengine.errors import InvalidRequest, UnknownModel
+
+BODY_TIMEOUT_S = 60.0
+"""A body that takes longer to arrive is answered with 408."""
+
+
+class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of all request bodies."""
+
+    model: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options` of both generation routes."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(Fields, kw_only=True):
+    """What chat and plain completions share."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+
+SAMPLING_FIELDS = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens",
+    "spaces_between_special_tokens",
+)  # fmt: skip
+"""Fields that go to `SamplingParams` under the same name."""
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function of a past tool call; arguments are JSON text."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool call in the history."""
+
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+    function: FunctionCall | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message of a conversation, also in the form in which we and OpenAI's client give answers back."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`response_format`; anything but plain text is refused for now, whatever else it holds."""
+
+    type: str
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions.
+
+    Fields from `metadata` on change nothing about the answer of this server and are accepted; those from
+    `tools` on are features it does not have, accepted with neutral values only (`check_neutral`).
+    """
+
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Fields, kw_only=True):
+    """POST /tokenize: a text, or a conversation as it would be rendered."""
+
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+Conversation = ChatRequest | TokenizeRequest
+"""Requests with messages."""
+
+
+class DetokenizeRequest(Fields, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int] | None = None
+
+
+T = TypeVar("T", bound=Fields)
+
+_AT_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+
+
+async def read_request(request: Request, schema: type[T], model_name: str) -> T:
+    """Reads and checks a JSON body.
+
+    Args:
+        model_name: the name that `model` must have, if it is given.
+
+    Raises:
+        InvalidRequest: the body is not JSON, or a field is unknown or of the wrong type.
+        UnknownModel: another model is asked for.
+        HTTPException: 408, 413 or 415.
+        ClientDisconnect: the client left before its body was complete.
+    """
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise HTTPException(415, f"the body must be sent as Content-Type: application/json, not {media_type}")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.body()
+    except TimeoutError:
+        raise HTTPException(408, f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    fields = decode(body, schema)
+    if fields.model is not None and fields.model != model_name:
+        raise UnknownModel(
+            f"the model {fields.model!r} is not served here; this server has {model_name!r}", param="model"
+        )
+    return fields
+
+
+def decode(body: bytes, schema: type[T]) -> T:
+    """Decodes a JSON body into a schema.
+
+    Raises:
+        InvalidRequest: with the path of the field in `param`.
+    """
+    try:
+        return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), schema) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the request body is nested too deeply") from None
+
+
+def _explain(text: str, schema: type[Fields]) -> InvalidRequest:
+    """msgspec's message as a sentence that begins with the field."""
+    match = _AT_PATH.match(text)
+    assert match is not None
+    what, path = match["what"], match["path"] or ""
+    unknown, missing = _UNKNOWN.match(what), _MISSING.match(what)
+    if unknown:
+        name = unknown["name"]
+        where = f" in {path}" if path else ""
+        near = [] if path else difflib.get_close_matches(name, schema.__struct_fields__, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return InvalidRequest(f"unknown field {name}{where}{hint}", param=f"{path}.{name}".lstrip("."))
+    if missing:
+        field = f"{path}.{missing['name']}".lstrip(".")
+        return InvalidRequest(f"{field} is missing", param=field)
+    what = what[:1].lower() + what[1:].replace("`", "")
+    return InvalidRequest(f"{path or 'the request body'}: {what}", param=path or None)
+
+
+def sampling_overrides(fields: GenerationFields) -> dict[str, object]:
+    """The given sampling fields, for `engine.sampling_params`."""
+    return {name: value for name in SAMPLING_FIELDS if (value := getattr(fields, name)) is not None}
+
+
+def check_stream_options(fields: GenerationFields) -> StreamOptions:
+    """The stream options, defaults filled in.
+
+    Raises:
+        InvalidRequest: options without a stream, or one that does not exist here.
+    """
+    options = fields.stream_options
+    if options is None:
+        return StreamOptions()
+    if not fields.stream:
+        raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise InvalidRequest(
+            "stream_options.continuous_usage_stats needs include_usage=true",
+            param="stream_options.continuous_usage_stats",
+        )
+    if options.include_obfuscation:
+        raise InvalidRequest(
+            "stream_options.include_obfuscation is not supported", param="stream_options.include_obfuscation"
+        )
+    return options
+
+
+def check_prompt_logprobs(fields: GenerationFields) -> None:
+    """`prompt_logprobs` are part of a whole response and have no place in a stream.
+
+    Raises:
+        InvalidRequest: both were asked for.
+    """
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+
+
+def check_neutral(fields: ChatRequest) -> None:
+    """Refuses features that the server does not have, unless they are asked for with their neutral value.
+
+    Raises:
+        InvalidRequest: naming the first such field.
+    """
+    response_format = fields.response_format.type if fields.response_format else "text"
+    asked = {
+        "tools": bool(fields.tools),
+        "tool_choice": fields.tool_choice not in (None, "none", "auto"),
+        "functions": bool(fields.functions),
+        "function_call": fields.function_call not in (None, "none", "auto"),
+        "response_format": response_format != "text",
+        "modalities": fields.modalities not in (None, [], ["text"]),
+        "reasoning_effort": fields.reasoning_effort not in (None, "none"),
+        "verbosity": fields.verbosity not in (None, "medium"),
+        "audio": fields.audio is not None,
+        "prediction": fields.prediction is not None,
+        "moderation": fields.moderation is not None,
+        "web_search_options": fields.web_search_options is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
