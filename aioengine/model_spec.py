@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from aioengine.errors import ModelLoadError
+
 RopeValue = str | bool | float | tuple[float, ...]
 """A value in `ModelSpec.rope_scaling`."""
 
@@ -19,6 +21,8 @@ ModelDtype = Literal["float32", "bfloat16", "float16"]
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Hugging Face architecture names that have a `ModelSpec`."""
+
+_MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,26 @@ class ModelSpec:
         return next((window for window in self.layer_windows if window is not None), None)
 
 
+def check_spec(spec: ModelSpec, source: str) -> ModelSpec:
+    """Returns the spec if its numbers fit together.
+
+    Raises:
+        ModelLoadError: they do not; `source` is the file to blame.
+    """
+    problem = None
+    if spec.num_layers > _MAX_LAYERS:
+        problem = f"{spec.num_layers} layers are more than {_MAX_LAYERS}"
+    elif spec.num_heads % spec.num_kv_heads:
+        problem = f"{spec.num_heads} heads cannot share {spec.num_kv_heads} KV heads evenly"
+    elif spec.head_dim % 2 or spec.rotary_dim % 2 or not 0 < spec.rotary_dim <= spec.head_dim:
+        problem = f"head size {spec.head_dim} with {spec.rotary_dim} rotated dimensions is not supported"
+    elif len(spec.layer_windows) != spec.num_layers:
+        problem = f"{len(spec.layer_windows)} layer types are given for {spec.num_layers} layers"
+    if problem:
+        raise ModelLoadError(f"{source}: {problem}")
+    return spec
+
+
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every weight of the model by its Hugging Face name, with its shape (outputs, inputs)."""
     hidden, mlp, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
@@ -113,7 +137,7 @@ class HfTokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTokenizer:
-    """The tokenizer inside a GGUF file, as stored (keys `tokenizer.ggml.*`); absent values are None or empty."""
+    """The tokenizer inside a GGUF file, as stored (`tokenizer.ggml.*`); absent values are None or empty."""
 
     model: str
     """"gpt2" (byte-level BPE with merges) or "llama" (SentencePiece with scores), as the file says."""

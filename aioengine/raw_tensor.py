@@ -6,6 +6,9 @@ device packs the bytes as they are, a GPU copies or dequantizes them. No torch h
 
 from __future__ import annotations
 
+import mmap
+import sys
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,16 +16,47 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from aioengine.errors import ModelLoadError
+
 TensorKind = Literal["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 TENSOR_KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Python 3.11 has no name for it."""
+
+
+def block_columns(kind: TensorKind) -> int:
+    """Columns of a row that are encoded together: 1, 32 or 256. A row is a whole number of blocks."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+
 
 def row_nbytes(kind: TensorKind, num_columns: int) -> int:
-    """Bytes of one row. Quantized kinds need a multiple of their block length (32 or 256) of columns."""
+    """Bytes of one row."""
     block, block_nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     assert num_columns % block == 0, (kind, num_columns)
     return num_columns // block * block_nbytes
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Maps a file of weights: private, read lazily, closed with the last array over it.
+
+    Raises:
+        ModelLoadError: it cannot be opened or is empty.
+    """
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise ModelLoadError(f"{path} is empty (0 bytes); fetch it again")
+            # Without MAP_NORESERVE a writable private map counts in full against the machine's memory.
+            return mmap.mmap(
+                file.fileno(),
+                0,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 class RawTensor:
@@ -52,7 +86,7 @@ class RawTensor:
 
     @property
     def num_rows(self) -> int:
-        """Outputs of a matrix, elements of a vector when its rows are reordered, else 1."""
+        """Outputs of a matrix; 1 for a vector."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
@@ -61,13 +95,13 @@ class RawTensor:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """The raw bytes, row after row. Rows stored in another order are put in order on each access (a copy)."""
+        """The raw bytes, row after row. Rows stored in another order are copied into order on each access."""
         if self._row_order is None:
             return self._data
         return self._data.reshape(self.shape[0], -1)[self._row_order].reshape(-1)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """The values as float32, in the tensor's shape; a new array unless the kind is F32."""
+        """The values as float32 in the tensor's shape; shares the file's memory if the kind is F32."""
         data = self.data
         if self.kind == "F32":
             return data.view(np.float32).reshape(self.shape)
