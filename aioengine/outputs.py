@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from aioengine.types import (
     FinishReason,
@@ -222,7 +222,7 @@ class ChoiceOutput:
             self.stop_reason = self._stops[text.stop_index]
         else:
             assert reason in ("stop", "length", "abort", "error"), reason
-            self.finish_reason = reason
+            self.finish_reason = cast(FinishReason, reason)
             if reason == "stop" and self._stop_token_id not in self._eos_token_ids:
                 self.stop_reason = self._stop_token_id
             if text is not None:
@@ -270,7 +270,9 @@ class ChoiceOutput:
                 zip(row.top_ids.tolist(), row.top_logprobs.tolist(), strict=True), 1
             )
         )
-        return PositionLogprobs(self._token_logprob(int(row.token_id), float(row.logprob), int(row.rank)), top)
+        return PositionLogprobs(
+            self._token_logprob(int(row.token_id), float(row.logprob), int(row.rank)), top
+        )
 
     def _token_logprob(self, token_id: int, logprob: float, rank: int) -> TokenLogprob:
         if self._tokenizer is None:

@@ -48,8 +48,8 @@ class TextStream:
         """Appends tokens; returns how many were used, fewer than given if a stop text was completed."""
     def push_text(self, text: str) -> bool:
         """Appends one token whose text was decoded elsewhere; True if a stop text is complete."""
-    def finish(self) -> None:
-        """Makes held-back text final; nothing may be pushed afterwards."""
+    def finish(self, tail: str = "") -> None:
+        """Makes held-back text final, and `tail` behind it; nothing may be pushed afterwards."""
     def take(self) -> str:
         """The final text that was not taken before."""
     def text_until(self, num_bytes: int) -> str:

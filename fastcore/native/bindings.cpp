@@ -102,7 +102,7 @@ void register_detokenizer(nb::module_& m) {
              },
              "token_ids"_a)
         .def("push_text", [](TextStream& self, std::string_view text) { return self.push_text(text); }, "text"_a)
-        .def("finish", &TextStream::finish)
+        .def("finish", &TextStream::finish, "tail"_a = std::string_view())
         .def("take", [](TextStream& self) { return to_str(self.take()); })
         .def("text_until",
              [](const TextStream& self, size_t num_bytes) { return to_str(self.text().substr(0, num_bytes)); },

@@ -181,9 +181,10 @@ bool TextStream::scan() {
     return false;
 }
 
-void TextStream::finish() {
+void TextStream::finish(std::string_view tail) {
     if (stop_ >= 0) return;
     assembler_.finish(text_);
+    text_.append(tail);
     ready_ = scanned_ = text_.size();
 }
 

@@ -99,8 +99,9 @@ public:
     bool push(int64_t token_id);
     // The same for a token whose text was decoded elsewhere.
     bool push_text(std::string_view valid_utf8);
-    // Nothing will follow: what was held back becomes final.
-    void finish();
+    // Nothing will follow: what was held back becomes final, and so does `tail`, text decoded elsewhere. Stop
+    // texts are not looked for in what is added here (U+FFFD for a broken end).
+    void finish(std::string_view tail = {});
 
     std::string_view text() const { return {text_.data(), ready_}; }
     size_t ready() const { return ready_; }
