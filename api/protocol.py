@@ -1,8 +1,8 @@
 """The wire schemas of requests: every field that is accepted, and how a body becomes a checked struct.
 
 `null` means "not given" everywhere, so every field is optional here and defaults to None. Types are checked
-by msgspec, whose errors name the field's path; ranges by `SamplingParams`; what needs the model by the engine. A
-field that is not listed is refused by name. Called by the routes; responses are built where they are sent.
+by msgspec, whose errors name the field's path, ranges by `SamplingParams`, the rest by the engine.
+A field that is not listed is refused by name. Called by the routes; responses are built where they are sent.
 """
 
 from __future__ import annotations

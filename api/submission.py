@@ -1,7 +1,7 @@
 """The engine requests of one HTTP call: submitted together, read together, aborted exactly once.
 
 A call with a batch of prompts is several engine requests. `Submission` owns their streams from the moment
-they are queued until `close()`, which every path of a route reaches: the end, an error, or a client that left.
+they are queued until `close()`, which every path of a route reaches: the end, an error, a client that left.
 """
 
 from __future__ import annotations

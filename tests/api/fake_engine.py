@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from aioengine.config import EngineConfig, resolve
 from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, InvalidRequest, QueueFull
 from aioengine.types import (
     FinishReason,
@@ -53,6 +54,14 @@ class FakeTokenizer:
 class FakeModelInfo:
     name: str = "fake"
     max_model_len: int = 4096
+    architecture: str = "FakeForCausalLM"
+
+
+@dataclass(frozen=True)
+class FakeMemory:
+    weights_bytes: int = 3 << 20
+    kv_cache_bytes: int = 64 << 20
+    num_tokens: int = 12345
 
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -191,6 +200,12 @@ class FakeEngine:
         self.lowest_logprob: float | None = None
         self.num_tokens = 0
         self.num_entered = 0
+        self.resolved = resolve(
+            EngineConfig(), model_max_len=4096, model_dtype="float32", cuda_available=False, num_cores=2
+        )
+        self.memory_report = FakeMemory()
+        self.startup_timings = {"locate": 0.25, "weights": 0.5}
+        self.load_forever = False
         self.drain_timeouts: list[float] = []
         self._gate: asyncio.Semaphore | None = None
         self._waiting = asyncio.Event()
@@ -255,6 +270,8 @@ class FakeEngine:
 
     async def __aenter__(self) -> FakeEngine:
         self.num_entered += 1
+        if self.load_forever:
+            await asyncio.Event().wait()
         return self
 
     async def __aexit__(

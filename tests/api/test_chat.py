@@ -194,7 +194,8 @@ async def test_token_ids_are_returned_on_request(client: httpx.AsyncClient) -> N
 async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     fields: dict[str, Any] = {
         "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1,
-        "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"65": -100}, "allowed_token_ids": [65], "bad_words": ["x"],
+        "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"65": -100},
+        "allowed_token_ids": [65], "bad_words": ["x"],
         "stop": ["y"], "stop_token_ids": [66], "include_stop_str_in_output": True, "ignore_eos": True,
         "seed": 7, "min_tokens": 1, "skip_special_tokens": False, "spaces_between_special_tokens": False,
     }  # fmt: skip
@@ -264,7 +265,8 @@ async def test_past_tool_calls_reach_the_template_with_arguments_as_objects(
 async def test_neutral_values_of_missing_features_are_accepted(client: httpx.AsyncClient) -> None:
     await ask(
         client, tools=[], tool_choice="auto", functions=[], function_call="none",
-        response_format={"type": "text"}, modalities=["text"], reasoning_effort="none", verbosity="medium", audio=None, prediction=None,
+        response_format={"type": "text"}, modalities=["text"], reasoning_effort="none",
+        verbosity="medium", audio=None, prediction=None,
         web_search_options=None, moderation=None, parallel_tool_calls=True, user="u", metadata={"a": "b"},
         store=False, service_tier="auto", safety_identifier="s", prompt_cache_key="k", stream=False,
         stream_options=None, prompt_cache_retention="24h",

@@ -44,7 +44,8 @@ async def refused(client: httpx.AsyncClient, url: str, body: object) -> dict[str
     [
         b"", b"{", b"[]", b"null", b"1", b'"x"', b'{"messages": [}', b'{"temperature": NaN}',
         b'{"temperature": 1e999}', b'{"prompt": "\\ud800"}', b'{"prompt": "a\\udc00b"}',
-        b'{"prompt": "\xff"}', b"\x00", b'{"prompt": "a"} x', b"[" * 100_000, b'{"metadata":' + b'{"a":' * 100_000,
+        b'{"prompt": "\xff"}', b"\x00", b'{"prompt": "a"} x', b"[" * 100_000,
+        b'{"metadata":' + b'{"a":' * 100_000,
     ],
     ids=lambda body: repr(body[:24]),
 )  # fmt: skip
