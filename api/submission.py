@@ -28,7 +28,6 @@ class Submission:
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self._is_closed = False
         self._usages: dict[int, Usage] = {}
 
     @property
@@ -42,10 +41,7 @@ class Submission:
         )
 
     async def close(self) -> None:
-        """Aborts every request that has not ended; the only place of the server that aborts."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Aborts every request that has not ended; called once, the only place of the server that aborts."""
         for stream in self._streams:
             await stream.abort()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -257,6 +258,21 @@ async def test_failure_in_the_middle_of_a_stream_is_one_last_event(
     *chunks, last = events(response.text)
     assert chunks and all("choices" in c for c in chunks)
     assert last["error"]["code"] == "engine_dead"
+
+
+async def test_failure_of_one_prompt_ends_the_stream_of_a_batch(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    def script(ids: Sequence[int], index: int) -> Sequence[int]:
+        if ids[-1] == ord("y"):
+            raise EngineDead("the other one has failed")
+        return [65]
+
+    engine.script = script
+    engine.hold()
+    response = await client.post(COMPLETIONS, json={"prompt": ["x", "y"], "stream": True})
+    (last,) = events(response.text)
+    assert last["error"]["message"] == "the other one has failed"
 
 
 async def test_unexpected_failure_tells_nothing_but_is_logged(

@@ -143,13 +143,14 @@ async def test_a_cut_stream_aborts_before_its_first_token(server: RunningServer,
 
 
 @pytest.mark.parametrize("ending", ["cut", "half-close"])
-@pytest.mark.parametrize("body", [{"prompt": "x"}, {"prompt": ["x", "y"], "n": 3}])
+@pytest.mark.parametrize("body", [{"prompt": "x"}, {"prompt": ["x", "y"], "n": 3}, {"messages": HELLO}])
 async def test_a_client_that_leaves_aborts_a_whole_answer(
     server: RunningServer, engine: FakeEngine, body: dict[str, object], ending: str
 ) -> None:
     engine.hold()
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with connect(server) as connection:
-        connection.writer.write(request_bytes("/v1/completions", body))
+        connection.writer.write(request_bytes(path, body))
         await engine.wait_blocked()
         if ending == "cut":
             connection.cut()
