@@ -87,14 +87,14 @@ class CompletionRequest(GenerationFields, kw_only=True):
     suffix: str | None = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The function of a past tool call; arguments are JSON text."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tool call in the history."""
 
     id: str | None = None

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from aioengine.chat import normalize_messages
 from aioengine.config import EngineConfig, resolve
 from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, InvalidRequest, QueueFull
 from aioengine.types import (
@@ -338,9 +339,10 @@ class FakeEngine:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt) if prompt else []
         elif prompt and isinstance(prompt[0], Mapping):
-            if any(m["role"] == "nobody" for m in prompt):  # type: ignore[index]
+            messages = normalize_messages(prompt)  # type: ignore[arg-type]
+            if any(message["role"] == "nobody" for message in messages):
                 raise InvalidRequest("the chat template refuses: no such role", param="messages")
-            text = "".join(f"{m['role']}: {m['content']}\n" for m in prompt)  # type: ignore[index]
+            text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
             text += "assistant: " if add_generation_prompt else ""
             ids = [BOS, *text.encode()]
         else:
