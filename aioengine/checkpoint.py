@@ -98,7 +98,7 @@ class Checkpoint:
         return [name for name in self.raw_tensors if name not in known]
 
 
-def load_checkpoint(config: ModelConfig, progress: bool | None = None) -> Checkpoint:
+def load_checkpoint(config: ModelConfig, progress: bool = True) -> Checkpoint:
     """Finds, fetches and opens the configured model. Blocks: call it in a thread.
 
     Raises:

@@ -69,7 +69,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """A position in the file. Reading past the end raises `struct.error`."""
+    """A position in the file. Reading past the end raises `struct.error`, far past it `OverflowError`."""
 
     def __init__(self, file: mmap.mmap) -> None:
         self.file = file
@@ -121,8 +121,6 @@ class _Cursor:
         value_type, count = self.u32(), self.u64()
         if value_type == _STRING:
             return list(self.strings(count))
-        if value_type == _ARRAY:
-            return [self.array() for _ in range(count)]
         dtype = np.dtype(_NUMBERS[value_type])
         numbers: list[object] = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
         return numbers
@@ -148,7 +146,7 @@ def read_gguf_file(path: Path) -> GgufFile:
             values[key] = cursor.value(cursor.u32())
         metadata = Fields(values, str(path))
         headers = [_tensor_header(cursor) for _ in range(num_tensors)]
-    except struct.error:
+    except (struct.error, OverflowError):
         raise ModelLoadError(
             f"{path} is cut off or broken: its metadata runs past its end at byte {len(file)}; fetch it again"
         ) from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,25 +53,24 @@ class ModelFiles:
     """Folder or GGUF file of the tokenizer, if it is not the model's own."""
 
 
-def resolve_model(config: ModelConfig, progress: bool | None = None) -> ModelFiles:
+def resolve_model(config: ModelConfig, progress: bool = True) -> ModelFiles:
     """Finds the files of the configured model and fetches what is not there.
 
     Args:
-        progress: whether to show bars on stderr; None shows them on a terminal.
+        progress: shows bars on stderr if that is a terminal.
 
     Raises:
         ModelNotFound: the name leads nowhere, or the files cannot be fetched.
         ModelLoadError: a fetched file is not the expected one.
         InvalidConfig: an option does not fit the kind of model.
     """
-    show_progress = sys.stderr.isatty() if progress is None else progress
     name = config.model
     is_dummy = config.load_format == "dummy"
     is_remote = False
     if name.startswith(SHAPE_PREFIX):
         files = _builtin_shape(name, is_dummy)
     elif name in BUILTIN_MODELS:
-        path = fetch_builtin(name, cache_home() / "models", progress=show_progress)
+        path = fetch_builtin(name, cache_home() / "models", progress=progress)
         files = ModelFiles(name=name, format="gguf", path=path)
     else:
         patterns = _CONFIG_PATTERNS if is_dummy else _WEIGHT_PATTERNS
