@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aioengine.errors import ModelLoadError
 from aioengine.gguf_format import GgufFile, GgufTensor
-from aioengine.model_spec import GgufTokenizer, ModelDtype, ModelSpec, RopeValue, check_spec
+from aioengine.model_spec import MAX_LAYERS, GgufTokenizer, ModelDtype, ModelSpec, RopeValue, check_spec
 from aioengine.raw_tensor import RawTensor
 from aioengine.typed_fields import Fields
 
@@ -90,7 +90,7 @@ def gguf_spec(file: GgufFile, name: str, tokenizer: GgufTokenizer | None) -> Mod
     if embedding is None:
         raise ModelLoadError(f"{file.path} holds no token_embd.weight")
     context_length = metadata.integer(f"{arch}.context_length")
-    num_layers = metadata.integer(f"{arch}.block_count")
+    num_layers = metadata.integer(f"{arch}.block_count", maximum=MAX_LAYERS)
     scaling = _rope_scaling(file, arch, context_length, rotary_dim)
     window = metadata.optional_integer(f"{arch}.attention.sliding_window")
     if not window or window >= context_length:

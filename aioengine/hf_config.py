@@ -12,7 +12,14 @@ from pathlib import Path
 
 from aioengine.errors import ModelLoadError
 from aioengine.generation_defaults import GENERATION_FILE
-from aioengine.model_spec import SUPPORTED_ARCHITECTURES, ModelDtype, ModelSpec, RopeValue, check_spec
+from aioengine.model_spec import (
+    MAX_LAYERS,
+    SUPPORTED_ARCHITECTURES,
+    ModelDtype,
+    ModelSpec,
+    RopeValue,
+    check_spec,
+)
 from aioengine.typed_fields import Fields, read_json
 
 CONFIG_FILE = "config.json"
@@ -76,7 +83,7 @@ def read_spec(folder: Path, name: str, *, stored_dtype: ModelDtype) -> ModelSpec
     defaults = _DEFAULTS[architecture]
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     head_dim = config.optional_integer("head_dim", minimum=1)
     if head_dim is None and architecture == "Qwen3ForCausalLM":
         head_dim = 128

@@ -118,9 +118,7 @@ def _tensor(path: Path, file: mmap.mmap, data_start: int, name: str, entries: Fi
         raise entries.wrong(name, "an object")
     dtype = entry.text("dtype")
     if dtype not in _KINDS:
-        raise ModelLoadError(
-            f"{path}: {name} has the type {dtype}, which cannot be loaded (only F32, F16, BF16)"
-        )
+        raise ModelLoadError(f"{path}: {name} has the type {dtype}, not F32, F16 or BF16")
     kind = _KINDS[dtype]
     shape = tuple(entry.integers("shape"))
     offsets = entry.values.get("data_offsets")

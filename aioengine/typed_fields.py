@@ -33,20 +33,22 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def optional_integer(self, key: str, *, minimum: int = 0) -> int | None:
+    def optional_integer(self, key: str, *, minimum: int = 0, maximum: int = MAX_INTEGER) -> int | None:
         value = self.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX_INTEGER:
-            raise self.wrong(key, f"an integer from {minimum} to {MAX_INTEGER}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.wrong(key, f"an integer from {minimum} to {maximum}")
         return value
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self.optional_integer(key, minimum=minimum)
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int:
+        value = self.optional_integer(key, minimum=minimum, maximum=maximum)
         if value is not None:
             return value
         if default is None:
-            raise self.wrong(key, f"an integer from {minimum}")
+            raise self.wrong(key, f"an integer from {minimum} to {maximum}")
         return default
 
     def optional_number(self, key: str) -> float | None:

@@ -246,6 +246,7 @@ def test_sampling_keys_become_defaults(tmp_path: Path, rng: np.random.Generator)
     [
         ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
         ({"llama.embedding_length": "big"}, "llama.embedding_length is 'big', but must be an integer"),
+        ({"llama.block_count": 2**31 - 1}, "llama.block_count is 2147483647, but must be .* to 4096"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3 KV heads"),
         ({"llama.attention.value_length": 32}, "value_length is 32, but must be equal"),
         ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
@@ -327,7 +328,7 @@ def test_broken_head_is_told(head: bytes, message: str, tmp_path: Path) -> None:
 def test_cut_off_file_is_told_wherever_it_ends(tmp_path: Path, rng: np.random.Generator) -> None:
     whole = tiny_file(tmp_path, rng).read_bytes()
     path = tmp_path / "cut.gguf"
-    for length in [*range(4, 3000, 41), *range(3000, len(whole), 9973), len(whole) - 1]:
+    for length in [*range(4, 3000, 151), *range(3000, len(whole), 49999), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(ModelLoadError, match="cut off"):
             load(path)
@@ -337,7 +338,7 @@ def test_damaged_metadata_never_escapes_as_another_error(tmp_path: Path, rng: np
     whole = tiny_file(tmp_path, rng).read_bytes()
     path = tmp_path / "damaged.gguf"
     refused = 0
-    for position in range(4, 2600, 13):
+    for position in range(4, 2600, 29):
         damaged = bytearray(whole)
         damaged[position] ^= 0x81
         path.write_bytes(damaged)
@@ -345,7 +346,7 @@ def test_damaged_metadata_never_escapes_as_another_error(tmp_path: Path, rng: np
             load(path)
         except EngineError:
             refused += 1
-    assert refused > 50
+    assert refused > 25
 
 
 def test_names_may_not_repeat(tmp_path: Path, rng: np.random.Generator) -> None:
