@@ -15,11 +15,20 @@ keys at positions <= its own, of these the last `window` ones when window > 0.
 Padding: rows with an empty query range read nothing; tokens past query_start_loc[S] give zeros. Slots at or
 past seq_len are never read, whatever bytes an earlier owner of the block left there. Softmax and sums in
 float32, rounded once at the store of out. Called by `aioengine/layers/ops.py` once per layer.
+
+The kernel packs the heads of a group beside the queries, so that one load of a key serves them all:
+
+    row m of a tile [BLOCK_M] = query m // GROUP, head m % GROUP of the KV head
+
+and takes its tile and its range of keys from the work list of `attention_plan.py`.
 """
 
 from __future__ import annotations
 
 import torch
+
+from .attention_plan import AttentionPlan, ItemList
+from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
 
 
 def paged_attention_ref(
@@ -63,4 +72,415 @@ def paged_attention_ref(
             scores = torch.cat((scores, sink), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : positions.numel()]
         out[start:end] = torch.einsum("hgqk,hkd->qhgd", weights, v).reshape(end - start, -1).to(q.dtype)
+    return out
+
+
+@jit
+def _attend_keys(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    kv_ptr,
+    table_ptr,
+    positions,
+    start,
+    end,
+    window,
+    scale,
+    softcap,
+    stride_kv_block,
+    stride_kv_slot,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Online softmax in base 2 over the keys start .. end; unmasked tiles are whole and visible to all."""
+    dims = tl.arange(0, HEAD_BLOCK)
+    dim_mask = (dims < HEAD_DIM)[None, :]
+    for first in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+        keys = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)  # [BLOCK_N]
+        else:
+            blocks = tl.load(table_ptr + keys // BLOCK_SIZE)  # [BLOCK_N]
+        slots = blocks.to(tl.int64) * stride_kv_block + (keys % BLOCK_SIZE) * stride_kv_slot
+        k_ptrs = kv_ptr + slots[:, None] + dims[None, :]
+        if MASKED:
+            load_mask = (keys < end)[:, None] & dim_mask
+            k = tl.load(k_ptrs, mask=load_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
+            v = tl.load(k_ptrs + HEAD_DIM, mask=load_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
+        elif HEAD_BLOCK != HEAD_DIM:
+            k = tl.load(k_ptrs, mask=dim_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
+            v = tl.load(k_ptrs + HEAD_DIM, mask=dim_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
+        else:
+            k = tl.load(k_ptrs)  # [BLOCK_N, HEAD_BLOCK]
+            v = tl.load(k_ptrs + HEAD_DIM)  # [BLOCK_N, HEAD_BLOCK]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap * tanh
+        scores = scores * 1.4426950408889634
+        if MASKED:
+            visible = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+            if HAS_WINDOW:
+                visible = visible & (positions[:, None] - keys[None, :] < window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that see no key so far stay finite
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(row_max - base)
+        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@jit
+def _store_rows(
+    out_ptr,
+    sinks_ptr,
+    acc,
+    row_max,
+    row_sum,
+    rows,
+    num_rows,
+    token,
+    head,
+    stride_out_token,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Divides by the sum, sink included, and stores the rows of a tile that are real."""
+    heads = head * GROUP + rows % GROUP
+    mask = rows < num_rows
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        new_max = tl.maximum(row_max, sink)
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.exp2(sink - new_max)
+        acc = acc * shrink[:, None]
+    out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    tokens = (token + rows // GROUP).to(tl.int64)
+    dims = tl.arange(0, HEAD_BLOCK)
+    out_ptrs = out_ptr + tokens[:, None] * stride_out_token + (heads * HEAD_DIM)[:, None] + dims[None, :]
+    store_mask = mask[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=store_mask)  # [rows, HEAD_BLOCK]
+
+
+@jit
+def _merge_parts(
+    out_ptr,
+    sinks_ptr,
+    partial_acc_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    slot,
+    num_parts,
+    num_rows,
+    token,
+    head,
+    stride_out_token,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merges the parts of one tile by their log-sum-exps, PARTS parts of ROWS rows at a time."""
+    dims = tl.arange(0, HEAD_BLOCK)
+    for first_row in range(0, num_rows, ROWS):
+        rows = first_row + tl.arange(0, ROWS)
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+        for first_part in range(0, num_parts, PARTS):
+            parts = first_part + tl.arange(0, PARTS)
+            mask = (parts < num_parts)[:, None] & (rows < num_rows)[None, :]
+            part_lines = (slot + parts).to(tl.int64) * tl.num_programs(0) + head
+            lines = part_lines[:, None] * BLOCK_M + rows[None, :]  # [PARTS, ROWS]
+            # .cg: other programs of this launch wrote these bytes; a stale line of L1 must not answer
+            max_ptrs, sum_ptrs = partial_max_ptr + lines, partial_sum_ptr + lines
+            part_max = tl.load(max_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            part_sum = tl.load(sum_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            acc_ptrs = partial_acc_ptr + lines[:, :, None] * HEAD_DIM + dims[None, None, :]
+            acc_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+            # [PARTS, ROWS, HEAD_BLOCK]
+            part_acc = tl.load(acc_ptrs, mask=acc_mask, other=0.0, cache_modifier=".cg")
+            new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(part_max - base[None, :])
+            shrink = tl.exp2(row_max - base)
+            row_sum = row_sum * shrink + tl.sum(weights * part_sum, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(part_acc * weights[:, :, None], axis=0)
+            row_max = new_max
+        _store_rows(
+            out_ptr,
+            sinks_ptr,
+            acc,
+            row_max,
+            row_sum,
+            rows,
+            num_rows,
+            token,
+            head,
+            stride_out_token,
+            GROUP,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            HAS_SINKS,
+        )
+
+
+@jit
+def _attention_kernel(
+    out_ptr,
+    q_ptr,
+    kv_cache_ptr,
+    table_ptr,
+    items_ptr,
+    sinks_ptr,
+    partial_acc_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    arrived_ptr,
+    scale,
+    softcap,
+    window,
+    stride_out_token,
+    stride_q_token,
+    stride_kv_block,
+    stride_kv_head,
+    stride_kv_slot,
+    stride_table_row,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FULL_TILES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (KV head, item). Each constexpr belongs to the layer or to the tile, none to the batch."""
+    head = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    item_ptr = items_ptr + tl.program_id(1) * 8
+    row = tl.load(item_ptr)
+    token = tl.load(item_ptr + 1)
+    num_rows = tl.load(item_ptr + 2) * GROUP
+    position = tl.load(item_ptr + 3)
+    start = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    slot = tl.load(item_ptr + 6)
+    packed_parts = tl.load(item_ptr + 7)
+    num_parts, part = packed_parts // 65536, packed_parts % 65536
+    if row >= 0:
+        rows = tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, HEAD_BLOCK)
+        row_mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
+        q_tokens = (token + rows // GROUP).to(tl.int64)
+        q_ptrs = (
+            q_ptr + q_tokens[:, None] * stride_q_token + (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM
+        )
+        q = tl.load(q_ptrs + dims[None, :], mask=row_mask, other=0.0)  # [BLOCK_M, HEAD_BLOCK]
+        positions = position + rows // GROUP
+        acc = tl.zeros([BLOCK_M, HEAD_BLOCK], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        kv_ptr = kv_cache_ptr + head.to(tl.int64) * stride_kv_head
+        row_table_ptr = table_ptr + row.to(tl.int64) * stride_table_row
+        masked_from = start
+        if FULL_TILES:
+            # keys that every query of the tile sees need no mask
+            masked_from = start + (tl.minimum(position + 1, end) - start) // BLOCK_N * BLOCK_N
+            masked_from = tl.maximum(masked_from, start)
+            acc, row_max, row_sum = _attend_keys(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                kv_ptr,
+                row_table_ptr,
+                positions,
+                start,
+                masked_from,
+                window,
+                scale,
+                softcap,
+                stride_kv_block,
+                stride_kv_slot,
+                HEAD_DIM,
+                HEAD_BLOCK,
+                BLOCK_SIZE,
+                BLOCK_N,
+                HAS_WINDOW,
+                HAS_SOFTCAP,
+                False,
+                NUM_STAGES,
+            )
+        acc, row_max, row_sum = _attend_keys(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            kv_ptr,
+            row_table_ptr,
+            positions,
+            masked_from,
+            end,
+            window,
+            scale,
+            softcap,
+            stride_kv_block,
+            stride_kv_slot,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            BLOCK_SIZE,
+            BLOCK_N,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            True,
+            NUM_STAGES,
+        )
+        if num_parts == 1:
+            _store_rows(
+                out_ptr,
+                sinks_ptr,
+                acc,
+                row_max,
+                row_sum,
+                rows,
+                num_rows,
+                token,
+                head,
+                stride_out_token,
+                GROUP,
+                HEAD_DIM,
+                HEAD_BLOCK,
+                HAS_SINKS,
+            )
+        else:
+            lines = ((slot + part).to(tl.int64) * tl.num_programs(0) + head) * BLOCK_M + rows
+            tl.store(partial_max_ptr + lines, row_max, mask=rows < num_rows)  # [BLOCK_M]
+            tl.store(partial_sum_ptr + lines, row_sum, mask=rows < num_rows)  # [BLOCK_M]
+            acc_ptrs = partial_acc_ptr + lines[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(acc_ptrs, acc, mask=row_mask)  # [BLOCK_M, HEAD_BLOCK]
+            tl.debug_barrier()  # all threads' stores come before the one atomic that publishes them
+            counter_ptr = arrived_ptr + slot * tl.num_programs(0) + head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_parts - 1:
+                _merge_parts(
+                    out_ptr,
+                    sinks_ptr,
+                    partial_acc_ptr,
+                    partial_max_ptr,
+                    partial_sum_ptr,
+                    slot,
+                    num_parts,
+                    num_rows,
+                    token,
+                    head,
+                    stride_out_token,
+                    GROUP,
+                    HEAD_DIM,
+                    HEAD_BLOCK,
+                    HAS_SINKS,
+                    BLOCK_M,
+                    MERGE_ROWS,
+                    MERGE_PARTS,
+                )
+                tl.store(counter_ptr, 0)
+
+
+def _launch_list(
+    work: ItemList,
+    plan: AttentionPlan,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    group = plan.num_heads // plan.num_kv_heads
+    tile = work.tile
+    few_queries = tile.block_m < 64
+    merge_rows = min(triton.next_power_of_2(group), 32) if few_queries else 32
+    partial_max, partial_sum = plan.partial_max_sum.chunk(2)
+    _attention_kernel[(plan.num_kv_heads, work.num_items)](
+        out,
+        q,
+        kv_cache,
+        block_table,
+        work.items,
+        sinks,
+        plan.partial_acc,
+        partial_max,
+        partial_sum,
+        plan.arrived,
+        scale,
+        softcap,
+        plan.window,
+        out.stride(0),
+        q.stride(0),
+        *kv_cache.stride()[:3],
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=plan.head_dim,
+        HEAD_BLOCK=triton.next_power_of_2(plan.head_dim),
+        BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        HAS_WINDOW=plan.window > 0,
+        HAS_SOFTCAP=softcap > 0.0,
+        HAS_SINKS=sinks is not None,
+        FULL_TILES=not few_queries and plan.window == 0,
+        MERGE_ROWS=merge_rows,
+        MERGE_PARTS=max(32 // merge_rows, 2),
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        **launch_options(q.device),
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the batch that `plan` was filled for; one launch per work list. See the head of the file.
+
+    The window is the plan's. Every element of the result is written, padding with zeros.
+    """
+    require_kernels(q.device)
+    if q.shape != (plan.num_tokens, plan.num_heads * plan.head_dim):
+        raise ValueError(f"q is {tuple(q.shape)}; the plan is for {plan.num_tokens} tokens")
+    if q.stride(1) != 1 or kv_cache.stride(3) != 1 or block_table.stride(1) != 1:
+        raise ValueError("q, kv_cache and block_table must be contiguous on their last axis")
+    if kv_cache.shape[2] & (kv_cache.shape[2] - 1):
+        raise ValueError(f"block_size must be a power of two; it is {kv_cache.shape[2]}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for work in plan.lists:
+        _launch_list(work, plan, out, q, kv_cache, block_table, scale, softcap, sinks)
     return out

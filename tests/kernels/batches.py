@@ -45,27 +45,29 @@ class PagedBatch:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The answer, one query and one head group at a time in float64; padding rows are zero."""
-        head_dim = self.kv_cache.shape[3] // 2
+        """The answer in float64, one row and one head after another; padding rows are zero."""
+        num_kv_heads, head_dim = self.kv_cache.shape[1], self.kv_cache.shape[3] // 2
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
         token = 0
         for keys, values, query_len in zip(self.keys, self.values, self.query_lens, strict=True):
-            seq_len, num_kv_heads = keys.shape[0], keys.shape[1]
-            group = self.num_heads // num_kv_heads
-            for position in range(seq_len - query_len, seq_len):
-                first = max(0, position - window + 1) if window else 0
-                k = keys[first : position + 1].double().repeat_interleave(group, dim=1)
-                v = values[first : position + 1].double().repeat_interleave(group, dim=1)
-                q = self.q[token].double().view(self.num_heads, head_dim)
-                scores = torch.einsum("hd,khd->hk", q, k) * scale
+            seq_len = keys.shape[0]
+            behind = torch.arange(seq_len - query_len, seq_len, device=out.device)[:, None]
+            behind = behind - torch.arange(seq_len, device=out.device)[None, :]  # query minus key position
+            hidden = (behind < 0) | (behind >= window) if window else behind < 0
+            for head in range(self.num_heads):
+                kv_head = head // (self.num_heads // num_kv_heads)
+                part = slice(head * head_dim, (head + 1) * head_dim)
+                scores = (
+                    self.q[token : token + query_len, part].double() @ keys[:, kv_head].double().T * scale
+                )
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                weights = scores.exp()
+                weights = scores.exp().masked_fill(hidden, 0.0)
                 total = weights.sum(dim=1)
                 if sinks is not None:
-                    total = total + sinks.double().exp()
-                out[token] = torch.einsum("hk,khd->hd", weights / total[:, None], v).flatten()
-                token += 1
+                    total = total + sinks[head].double().exp()
+                out[token : token + query_len, part] = weights @ values[:, kv_head].double() / total[:, None]
+            token += query_len
         return out
 
 

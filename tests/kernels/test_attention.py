@@ -5,30 +5,54 @@ Every cache slot that no sequence owns is NaN, so finite output means that no st
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from aioengine.kernels import attention
+from aioengine.kernels.attention import paged_attention
+from aioengine.kernels.attention_plan import Tile, fill_list_ref, fill_plan, make_plan
+from aioengine.kernels.jit import unavailable_reason
 
 from tests.kernels.batches import RELATIVE_ERROR, PagedBatch, paged_batch, relative_error
 
-MIXED = [(0, 5), (17, 1), (40, 1), (3, 9), (0, 1), (63, 1), (64, 2), (15, 17)]
-DECODES = [(0, 1), (15, 1), (16, 1), (17, 1), (130, 1), (63, 1)]
+MIXED = [(0, 5), (17, 1), (0, 1), (63, 1), (64, 2), (15, 17)]
+DECODES = [(0, 1), (15, 1), (16, 1), (130, 1), (63, 1)]
 
 
-@pytest.fixture
-def attend(run):
-    def call(batch: PagedBatch, scale: float, **options) -> torch.Tensor:
-        return attention.paged_attention_ref(
-            batch.q,
-            batch.kv_cache,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            scale,
-            **options,
-        )
+def attend_reference(batch: PagedBatch, scale: float, **options) -> torch.Tensor:
+    metadata = batch.block_table, batch.query_start_loc, batch.seq_lens
+    return attention.paged_attention_ref(batch.q, batch.kv_cache, *metadata, scale, **options)
 
-    return call
+
+def attend_by_plan(batch: PagedBatch, scale: float, *, window: int = 0, decode_only: bool = False, **options):
+    """A plan whose tiles are small, so that short tests have many tiles and parts."""
+    group = batch.num_heads // batch.kv_cache.shape[1]
+    sizes = batch.q.shape[0], batch.seq_lens.shape[0]
+    heads = batch.num_heads, batch.kv_cache.shape[1], batch.kv_cache.shape[3] // 2
+    few = Tile(16, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
+    many = Tile(64, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
+    assert group <= 16
+    plan = make_plan(
+        *sizes, *heads, batch.q.device, window=window, decode_only=decode_only, few=few, many=many
+    )
+    for work in plan.lists:
+        work.items.fill_(1 << 20)
+    plan.partial_acc.fill_(float("nan"))
+    fill_plan(plan, batch.query_start_loc, batch.seq_lens)
+    out = paged_attention(batch.q, batch.kv_cache, batch.block_table, plan, scale, **options)
+    assert bool((plan.arrived == 0).all()), "counters are zero between launches"
+    return out
+
+
+@pytest.fixture(params=["reference", "triton"])
+def attend(request, device):
+    if request.param == "reference":
+        return attend_reference
+    reason = unavailable_reason(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return attend_by_plan
 
 
 def check(attend, batch: PagedBatch, dtype: torch.dtype, **options) -> None:
@@ -48,8 +72,23 @@ def test_paged_equals_dense(attend, lens, heads, dtype, device):
     check(attend, batch, dtype)
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 80])
+def test_a_decode_only_plan_serves_any_batch(dtype, device):
+    if unavailable_reason(device) is not None:
+        pytest.skip(unavailable_reason(device))
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": device}
+    for lens in (DECODES, MIXED):
+        batch = paged_batch(lens, padding_tokens=5, padding_rows=2, **sizes)
+        check(functools.partial(attend_by_plan, decode_only=True), batch, dtype)
+
+
+def test_a_context_in_many_parts(attend, dtype, device):
+    lens = [(900, 1), (5, 1), (301, 20)]
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=1, head_dim=16, dtype=dtype, device=device, seed=9)
+    check(attend, batch, dtype)
+    check(attend, batch, dtype, window=400)
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 16), (16, 80), (32, 64), (64, 128)])
 def test_block_and_head_sizes(attend, block_size, head_dim, dtype, device):
     batch = paged_batch(
         [(33, 3), (20, 1)],
@@ -63,7 +102,7 @@ def test_block_and_head_sizes(attend, block_size, head_dim, dtype, device):
     check(attend, batch, dtype)
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 40, 1000])
+@pytest.mark.parametrize("window", [1, 16, 40, 1000])
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_sliding_window(attend, lens, window, device, dtype):
     batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, seed=2)
@@ -99,7 +138,7 @@ def test_chunks_of_a_prompt_give_the_rows_of_the_whole(attend, dtype, device):
     """INV-47: any split of a prompt yields the same outputs within tolerance."""
     whole = paged_batch([(0, 37)], num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
     expected = whole.dense(0.2)
-    for split in range(1, 37, 5):
+    for split in (1, 16, 30):
         rows = []
         for start, end in ((0, split), (split, 37)):
             part = PagedBatch(
@@ -132,3 +171,46 @@ def test_large_scores_do_not_overflow(attend, dtype, device):
     batch.q *= 60
     out = attend(batch, 1.0)
     assert bool(torch.isfinite(out).all())
+
+
+@pytest.mark.parametrize("decode_only", [False, True], ids=["two_lists", "one_list"])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("lens", [MIXED, DECODES, [(3000, 70), (0, 200)], []])
+def test_work_lists_equal_the_reference_and_stay_in_bounds(lens, window, decode_only, device):
+    if unavailable_reason(device) is not None:
+        pytest.skip(unavailable_reason(device))
+    for padding_tokens, padding_rows in ((0, 1), (33, 2)):
+        counts = [query for _, query in lens] + [0] * padding_rows
+        seq_lens = [context + query for context, query in lens] + [0] * padding_rows
+        starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        ints = {"dtype": torch.int32, "device": device}
+        few = Tile(16, 32, 4, 2, min_chunk=64, target_programs=14)
+        many = Tile(64, 32, 4, 2, min_chunk=64, target_programs=6)
+        plan = make_plan(
+            starts[-1] + padding_tokens,
+            len(counts),
+            8,
+            2,
+            32,
+            device,
+            window=window,
+            decode_only=decode_only,
+            few=few,
+            many=many,
+        )
+        tensors = torch.tensor(starts, **ints), torch.tensor(seq_lens, **ints)
+        for work in plan.lists:
+            work.items.fill_(1 << 20)
+        fill_plan(plan, *tensors)
+        slots = plan.arrived.numel() // plan.num_kv_heads
+        covered = torch.zeros(plan.num_tokens, dtype=torch.int64)
+        for work in plan.lists:
+            expected = fill_list_ref(work, *tensors, plan.num_tokens, window)
+            assert expected.shape == work.items.shape, "the bucket's list is long enough"
+            assert torch.equal(work.items, expected)
+            for row, token, queries, _, _, _, slot, packed in expected.tolist():
+                parts, part = packed >> 16, packed & 0xFFFF
+                if row >= 0 and part == 0:
+                    covered[token : token + queries] += 1
+                assert parts < 2 or slot + parts <= slots
+        assert bool((covered == 1).all()), "every token belongs to one tile"
