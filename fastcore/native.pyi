@@ -1,3 +1,8 @@
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 # ---- detokenizer -----------------------------------------------------------------------------------------
 
 class Vocabulary:
@@ -63,3 +68,107 @@ class TextStream:
     @property
     def stop_index(self) -> int:
         """Which stop text ended it, -1 for none."""
+
+# ---- CPU kernels: threads, packed matrices, layer operations, attention --------------------------------
+#
+# Addresses are `tensor.data_ptr()` integers of memory that outlives the call; where only an address is passed, shapes
+# are the caller's duty. All long calls release the GIL.
+
+def set_num_threads(count: int) -> None:
+    """Threads of the process-wide pool, the calling one included; started when first needed."""
+
+def num_threads() -> int: ...
+def set_isa(name: str) -> None:
+    """Forces an instruction-set level ("avx512", "avx2", "generic"); ValueError if it does not run here."""
+
+def isa() -> str: ...
+def available_isas() -> list[str]:
+    """Levels that run here, best first."""
+
+class PackedMatrix:
+    """Weights of a linear layer [n outputs, k inputs], kept in their stored precision, repacked for the kernels."""
+
+    @staticmethod
+    def pack(kind: str, data: NDArray[np.uint8], n: int, k: int) -> PackedMatrix:
+        """Repacks raw row-major bytes of a kind (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)."""
+
+    @staticmethod
+    def concat(parts: Sequence[PackedMatrix]) -> PackedMatrix:
+        """Stacks outputs; shares the parts' memory, and their kinds may differ."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """Kind as stored; kinds of a concatenation joined by "+"."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def rows(self, ids_ptr: int, count: int, out_ptr: int) -> None:
+        """out[i] = float32 weights of output ids[i] (int32); IndexError for an id outside [0, n)."""
+
+    def dequantize(self) -> NDArray[np.float32]: ...
+
+def matmul(x_ptr: int, m: int, ldx: int, weights: PackedMatrix, bias_ptr: int, y_ptr: int, ldy: int) -> None:
+    """y[m, n] = x[m, k] W^T + bias in float32 (bias_ptr 0: none); strides in elements. Rows are batch-invariant."""
+
+KV_FLOAT32: int
+KV_FLOAT16: int
+KV_BFLOAT16: int
+
+def rms_norm(x_ptr: int, w_ptr: int, eps: float, y_ptr: int, rows: int, dim: int) -> None: ...
+def add_rms_norm(x_ptr: int, residual_ptr: int, w_ptr: int, eps: float, y_ptr: int, rows: int, dim: int) -> None:
+    """residual += x; y = rms_norm(residual)."""
+
+def silu_mul(gate_up_ptr: int, y_ptr: int, rows: int, dim: int) -> None:
+    """y[rows, dim] = silu(gate) * up for gate_up [rows, 2 * dim]."""
+
+def gelu_tanh_mul(gate_up_ptr: int, y_ptr: int, rows: int, dim: int) -> None: ...
+def rope_and_cache(
+    qkv_ptr: int,
+    num_tokens: int,
+    positions_ptr: int,
+    cos_sin_ptr: int,
+    slot_mapping_ptr: int,
+    kv_cache_ptr: int,
+    kv_dtype: int,
+    q_norm_ptr: int,
+    k_norm_ptr: int,
+    eps: float,
+    q_out_ptr: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int,
+) -> None:
+    """Rotates (NeoX pairs) q into q_out [T, H * D] and k into the cache [blocks, KH, block_size, 2 * D], with v.
+
+    positions and slot_mapping are int32 [T], slot -1 writes nothing; cos_sin float32 [max_positions, rotary_dim].
+    q_norm_ptr and k_norm_ptr (float32 [D], 0: none) normalize each head before the rotation.
+    """
+
+def paged_attention(
+    q_ptr: int,
+    kv_cache_ptr: int,
+    kv_dtype: int,
+    block_table_ptr: int,
+    block_table_stride: int,
+    query_start_ptr: int,
+    seq_lens_ptr: int,
+    num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    out_ptr: int,
+) -> None:
+    """Causal attention of q [T, H, D] into out [T, H, D]; block_table, query_start [S + 1], seq_lens [S] are int32.
+
+    window: keys a query sees at most, itself included (0: all); softcap: 0 for none. Batch-invariant per row.
+    """

@@ -1,12 +1,21 @@
 // The Python face of fastcore.native. Each algorithm file has its own register_* function here and
 // knows no Python itself; long calls release the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
+#include "attention.h"
+#include "cpu_ops.h"
 #include "detokenizer.h"
+#include "isa.h"
+#include "packed_matrix.h"
+#include "qmatmul.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -114,7 +123,217 @@ void register_detokenizer(nb::module_& m) {
 
 }  // namespace
 
+// ---- CPU kernels: threads, packed matrices, layer operations, attention ---------------------------------
+//
+// Tensors come as addresses (tensor.data_ptr()); the caller owns them and has checked their shapes.
+
+namespace {
+
+namespace aio = aioengine;
+using Address = uintptr_t;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+void require(bool condition, const std::string& message) {
+    if (!condition) throw std::invalid_argument(message);
+}
+
+template <class T>
+T* pointer(Address address, const char* name) {
+    require(address != 0, std::string(name) + " must not be a null address");
+    return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+T* optional_pointer(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void require_rows(int64_t rows, int64_t dim) {
+    require(rows >= 0 && rows <= INT32_MAX && dim > 0 && dim <= INT32_MAX / 4,
+            "rows=" + std::to_string(rows) + ", dim=" + std::to_string(dim) + " is not a valid shape");
+}
+
+aio::KvType kv_type(int code) {
+    require(code >= 0 && code <= 2,
+            "kv_dtype=" + std::to_string(code) + " is unknown; use KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16");
+    return aio::KvType(code);
+}
+
+void require_heads(int num_heads, int num_kv_heads, int head_dim, int block_size) {
+    const std::string given = "num_heads=" + std::to_string(num_heads) + ", num_kv_heads=" +
+                              std::to_string(num_kv_heads) + ", head_dim=" + std::to_string(head_dim) +
+                              ", block_size=" + std::to_string(block_size);
+    require(num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0,
+            given + ": num_heads must be a positive multiple of num_kv_heads");
+    require(head_dim > 0 && head_dim <= 1024, given + ": head_dim must be in [1, 1024]");
+    require(block_size > 0, given + ": block_size must be positive");
+}
+
+using WeightBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+
+aio::PackedMatrix pack(const std::string& kind, const WeightBytes& data, int64_t n, int64_t k) {
+    nb::gil_scoped_release no_gil;
+    return aio::PackedMatrix::pack(kind, data.data(), data.size(), n, k);
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> dequantize(const aio::PackedMatrix& matrix) {
+    const size_t n = size_t(matrix.n()), k = size_t(matrix.k());
+    float* values = new float[n * k];
+    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    {
+        nb::gil_scoped_release no_gil;
+        std::vector<int32_t> ids(n);
+        for (size_t i = 0; i < n; ++i) ids[i] = int32_t(i);
+        matrix.rows(ids.data(), int(n), values);
+    }
+    return nb::ndarray<nb::numpy, float, nb::ndim<2>>(values, {n, k}, owner);
+}
+
+void rows(const aio::PackedMatrix& matrix, Address ids, int64_t count, Address out) {
+    require(count >= 0 && count <= INT32_MAX, "count=" + std::to_string(count) + " must be in [0, 2^31)");
+    if (count == 0) return;
+    matrix.rows(pointer<const int32_t>(ids, "ids"), int(count), pointer<float>(out, "out"));
+}
+
+void matmul(Address x, int64_t m, int64_t ldx, const aio::PackedMatrix& weights, Address bias, Address y, int64_t ldy) {
+    require(m >= 0 && m <= INT32_MAX, "m=" + std::to_string(m) + " must be in [0, 2^31)");
+    require(ldx >= weights.k(), "ldx=" + std::to_string(ldx) + " is below k=" + std::to_string(weights.k()));
+    require(ldy >= weights.n(), "ldy=" + std::to_string(ldy) + " is below n=" + std::to_string(weights.n()));
+    if (m == 0) return;
+    aio::matmul(pointer<const float>(x, "x"), int(m), ldx, weights, optional_pointer<const float>(bias),
+                pointer<float>(y, "y"), ldy);
+}
+
+void rms_norm(Address x, Address w, float eps, Address y, int64_t num_rows, int64_t dim) {
+    require_rows(num_rows, dim);
+    if (num_rows == 0) return;
+    aio::rms_norm(pointer<const float>(x, "x"), pointer<const float>(w, "w"), eps, pointer<float>(y, "y"),
+                  int(num_rows), int(dim));
+}
+
+void add_rms_norm(Address x, Address residual, Address w, float eps, Address y, int64_t num_rows, int64_t dim) {
+    require_rows(num_rows, dim);
+    if (num_rows == 0) return;
+    aio::add_rms_norm(pointer<const float>(x, "x"), pointer<float>(residual, "residual"),
+                      pointer<const float>(w, "w"), eps, pointer<float>(y, "y"), int(num_rows), int(dim));
+}
+
+template <void (*Operation)(const float*, float*, int, int)>
+void gated(Address gate_up, Address y, int64_t num_rows, int64_t dim) {
+    require_rows(num_rows, dim);
+    if (num_rows == 0) return;
+    Operation(pointer<const float>(gate_up, "gate_up"), pointer<float>(y, "y"), int(num_rows), int(dim));
+}
+
+void rope_and_cache(Address qkv, int64_t num_tokens, Address positions, Address cos_sin, Address slot_mapping,
+                    Address kv_cache, int kv_dtype, Address q_norm, Address k_norm, float eps, Address q_out,
+                    int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size) {
+    require(num_tokens >= 0 && num_tokens <= INT32_MAX,
+            "num_tokens=" + std::to_string(num_tokens) + " must be in [0, 2^31)");
+    require_heads(num_heads, num_kv_heads, head_dim, block_size);
+    require(rotary_dim >= 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0,
+            "rotary_dim=" + std::to_string(rotary_dim) + " must be even and at most head_dim=" +
+                std::to_string(head_dim));
+    if (num_tokens == 0) return;
+    aio::RopeArgs args;
+    args.qkv = pointer<const float>(qkv, "qkv");
+    args.positions = pointer<const int32_t>(positions, "positions");
+    args.cos_sin = pointer<const float>(cos_sin, "cos_sin");
+    args.slot_mapping = pointer<const int32_t>(slot_mapping, "slot_mapping");
+    args.kv_cache = pointer<void>(kv_cache, "kv_cache");
+    args.kv_type = kv_type(kv_dtype);
+    args.q_norm = optional_pointer<const float>(q_norm);
+    args.k_norm = optional_pointer<const float>(k_norm);
+    args.eps = eps;
+    args.q_out = pointer<float>(q_out, "q_out");
+    args.num_heads = num_heads;
+    args.num_kv_heads = num_kv_heads;
+    args.head_dim = head_dim;
+    args.rotary_dim = rotary_dim;
+    args.block_size = block_size;
+    aio::rope_and_cache(args, int(num_tokens));
+}
+
+void paged_attention(Address q, Address kv_cache, int kv_dtype, Address block_table, int64_t block_table_stride,
+                     Address query_start, Address seq_lens, int num_seqs, int num_heads, int num_kv_heads, int head_dim,
+                     int block_size, float scale, int window, float softcap, Address out) {
+    require_heads(num_heads, num_kv_heads, head_dim, block_size);
+    require(num_seqs >= 0 && block_table_stride >= 0 && window >= 0 && softcap >= 0.0f,
+            "num_seqs, block_table_stride, window and softcap must not be negative");
+    if (num_seqs == 0) return;
+    aio::AttentionArgs args;
+    args.q = pointer<const float>(q, "q");
+    args.kv_cache = pointer<const void>(kv_cache, "kv_cache");
+    args.kv_type = kv_type(kv_dtype);
+    args.block_table = pointer<const int32_t>(block_table, "block_table");
+    args.block_table_stride = block_table_stride;
+    args.query_start = pointer<const int32_t>(query_start, "query_start");
+    args.seq_lens = pointer<const int32_t>(seq_lens, "seq_lens");
+    for (int s = 0; s < num_seqs; ++s) {
+        const int queries = args.query_start[s + 1] - args.query_start[s];
+        require(queries >= 0 && queries <= args.seq_lens[s],
+                "sequence " + std::to_string(s) + " has " + std::to_string(queries) + " queries but seq_len " +
+                    std::to_string(args.seq_lens[s]));
+        require((args.seq_lens[s] + block_size - 1) / block_size <= block_table_stride,
+                "sequence " + std::to_string(s) + " of length " + std::to_string(args.seq_lens[s]) +
+                    " does not fit a block table row of " + std::to_string(block_table_stride) + " blocks");
+    }
+    args.num_heads = num_heads;
+    args.num_kv_heads = num_kv_heads;
+    args.head_dim = head_dim;
+    args.block_size = block_size;
+    args.scale = scale;
+    args.window = window;
+    args.softcap = softcap;
+    args.out = pointer<float>(out, "out");
+    aio::paged_attention(args, num_seqs);
+}
+
+void set_num_threads(int count) {
+    require(count >= 1 && count <= aio::kMaxThreads,
+            "num_threads=" + std::to_string(count) + " must be in [1, " + std::to_string(aio::kMaxThreads) + "]");
+    aio::set_num_threads(count);
+}
+
+void register_cpu_kernels(nb::module_& m) {
+    m.def("set_num_threads", &set_num_threads, "count"_a, NoGil());
+    m.def("num_threads", &aio::num_threads);
+    m.def("set_isa", &aio::set_isa, "name"_a);
+    m.def("isa", [] { return std::string(aio::current_isa().name); });
+    m.def("available_isas", &aio::available_isas);
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&aio::stop_threads, NoGil()));
+
+    nb::class_<aio::PackedMatrix>(m, "PackedMatrix")
+        .def_static("pack", &pack, "kind"_a, "data"_a.noconvert(), "n"_a, "k"_a)
+        .def_static("concat", &aio::PackedMatrix::concat, "parts"_a)
+        .def_prop_ro("n", &aio::PackedMatrix::n)
+        .def_prop_ro("k", &aio::PackedMatrix::k)
+        .def_prop_ro("kind", &aio::PackedMatrix::kind)
+        .def_prop_ro("nbytes", &aio::PackedMatrix::num_bytes)
+        .def("rows", &rows, "ids_ptr"_a, "count"_a, "out_ptr"_a, NoGil())
+        .def("dequantize", &dequantize);
+    m.def("matmul", &matmul, "x_ptr"_a, "m"_a, "ldx"_a, "weights"_a, "bias_ptr"_a, "y_ptr"_a, "ldy"_a, NoGil());
+
+    m.attr("KV_FLOAT32") = int(aio::KvType::kFloat32);
+    m.attr("KV_FLOAT16") = int(aio::KvType::kFloat16);
+    m.attr("KV_BFLOAT16") = int(aio::KvType::kBfloat16);
+    m.def("rms_norm", &rms_norm, "x_ptr"_a, "w_ptr"_a, "eps"_a, "y_ptr"_a, "rows"_a, "dim"_a, NoGil());
+    m.def("add_rms_norm", &add_rms_norm, "x_ptr"_a, "residual_ptr"_a, "w_ptr"_a, "eps"_a, "y_ptr"_a, "rows"_a, "dim"_a,
+          NoGil());
+    m.def("silu_mul", &gated<aio::silu_mul>, "gate_up_ptr"_a, "y_ptr"_a, "rows"_a, "dim"_a, NoGil());
+    m.def("gelu_tanh_mul", &gated<aio::gelu_tanh_mul>, "gate_up_ptr"_a, "y_ptr"_a, "rows"_a, "dim"_a, NoGil());
+    m.def("rope_and_cache", &rope_and_cache, "qkv_ptr"_a, "num_tokens"_a, "positions_ptr"_a, "cos_sin_ptr"_a,
+          "slot_mapping_ptr"_a, "kv_cache_ptr"_a, "kv_dtype"_a, "q_norm_ptr"_a, "k_norm_ptr"_a, "eps"_a, "q_out_ptr"_a,
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary_dim"_a, "block_size"_a, NoGil());
+    m.def("paged_attention", &paged_attention, "q_ptr"_a, "kv_cache_ptr"_a, "kv_dtype"_a, "block_table_ptr"_a,
+          "block_table_stride"_a, "query_start_ptr"_a, "seq_lens_ptr"_a, "num_seqs"_a, "num_heads"_a, "num_kv_heads"_a,
+          "head_dim"_a, "block_size"_a, "scale"_a, "window"_a, "softcap"_a, "out_ptr"_a, NoGil());
+}
+
+}  // namespace
+
 NB_MODULE(native, m) {
     m.doc() = "CPU kernels, detokenizer and stream completion";
     register_detokenizer(m);
+    register_cpu_kernels(m);
 }
