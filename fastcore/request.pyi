@@ -76,7 +76,7 @@ class Request:
         """Where it is in its life."""
     @property
     def stop_token_id(self) -> int | None:
-        """The id from `stop_token_ids` that ended it; None for an end token of the model or another reason."""
+        """The id from `stop_token_ids` that ended it; None if something else did, such as an eos id."""
     @property
     def scheduled_s(self) -> float | None:
         """When it was scheduled first, by the scheduler's clock."""

@@ -5,7 +5,6 @@ from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
-
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
@@ -13,7 +12,7 @@ from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
 def clip_tokens(
     num_tokens: int, threshold: int, token_budget: int, num_computed: int, max_model_len: int
 ) -> int:
-    """How many of `num_tokens` new tokens a request gets under threshold (0 = none), budget and context window."""
+    """How many of `num_tokens` new tokens a request gets; threshold 0 means no threshold."""
 
 @final
 class Scheduler:

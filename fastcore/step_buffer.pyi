@@ -4,7 +4,6 @@ from typing import Final, final
 
 import numpy as np
 import numpy.typing as npt
-
 from aioengine.fastcore.request import Request
 
 VERSION: Final[int]

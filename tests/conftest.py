@@ -1,13 +1,29 @@
-"""Fixtures that several kinds of tests share."""
+"""Fixtures that several kinds of tests share, and how long property tests search.
+
+Hypothesis is short and repeatable by default; --hypothesis-profile=long searches for minutes.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
 from aioengine.config import ModelConfig
 from aioengine.model_source import resolve_model
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "short",
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "long", settings.get_profile("short"), max_examples=3000, derandomize=False, print_blob=True
+)
+settings.load_profile("short")
 
 
 @pytest.fixture(scope="session")

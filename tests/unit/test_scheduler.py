@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from aioengine.fastcore.request import Request
-from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.scheduler import Scheduler, clip_tokens
 from aioengine.fastcore.step_buffer import StepPlan
 
 EOS = 2
 
 
 def make_scheduler(**options: object) -> Scheduler:
-    defaults: dict[str, object] = dict(
-        num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128
-    )
+    defaults: dict[str, object] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+    }
     return Scheduler(**{**defaults, **options})  # type: ignore[arg-type]
 
 
@@ -232,3 +235,215 @@ def test_steps_are_limited_and_settled_in_order() -> None:
     settle(scheduler, second)
     with pytest.raises(RuntimeError, match="not the oldest"):
         settle(scheduler, second)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "threshold", "budget", "num_computed", "max_model_len", "expected"),
+    [
+        (10, 0, 64, 0, 128, 10),
+        (10, 4, 64, 0, 128, 4),  # exactly the threshold
+        (4, 4, 64, 0, 128, 4),
+        (3, 4, 64, 0, 128, 3),
+        (10, 0, 6, 0, 128, 6),
+        (10, 8, 6, 0, 128, 6),
+        (10, 4, 6, 0, 128, 4),
+        (10, 0, 64, 120, 128, 8),
+        (10, 4, 64, 126, 128, 2),
+        (10, 4, 1, 126, 128, 1),
+        (10, 0, 64, 128, 128, 0),
+    ],
+)
+def test_clipping(
+    num_tokens: int, threshold: int, budget: int, num_computed: int, max_model_len: int, expected: int
+) -> None:
+    assert clip_tokens(num_tokens, threshold, budget, num_computed, max_model_len) == expected
+
+
+def test_long_prompt_is_chunked_and_decodes_come_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler.add(make_request("a", 4))
+    scheduler.add(make_request("b", 20, start=300))
+    steps = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        steps.append(scheduled(plan))
+        settle(scheduler, plan)
+    assert steps == [{"a": 4, "b": 6}, {"a": 1, "b": 9}, {"a": 1, "b": 5}, {"a": 1, "b": 1}]
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, max_model_len=16, enable_chunked_prefill=False)
+    scheduler.add(make_request("a", 10))
+    scheduler.add(make_request("b", 10, start=300))
+    first = scheduler.schedule()
+    assert scheduled(first) == {"a": 10}
+    settle(scheduler, first)
+    assert scheduled(scheduler.schedule()) == {"a": 1, "b": 10}
+
+
+def test_long_prefill_threshold_spares_a_lone_request() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=4)
+    scheduler.add(make_request("a", 20))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 20}
+    settle(scheduler, plan)
+    scheduler.add(make_request("b", 20, start=300))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 1, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "lifo"}, "policy='lifo' must be fcfs or priority"),
+        ({"max_in_flight": 5}, "max_in_flight=5 must lie between 1 and 4"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_blocks": 1}, "num_blocks=1"),
+        ({"hash_algo": "md5"}, "hash_algo='md5'"),
+        ({"enable_chunked_prefill": False}, "max_num_batched_tokens=64 must reach max_model_len=128"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_scheduler(**options)
+
+
+def test_fcfs_preempts_the_newest_and_admits_nobody_in_that_step() -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    starts = {"a": 100, "b": 200, "c": 300}
+    requests = [make_request(name, 7, start=start, max_tokens=9) for name, start in starts.items()]
+    for request in requests:
+        scheduler.add(request)
+    settle(scheduler, scheduler.schedule())  # two blocks each: the pool is full
+    settle(scheduler, scheduler.schedule())
+    scheduler.add(make_request("d", 1, start=400))
+    plan = scheduler.schedule()  # all three need a third block; one block of c is left over
+    assert scheduled(plan) == {"a": 1, "b": 1}
+    assert [r.request_id for r in scheduler.waiting_requests()] == ["c", "d"]  # in front
+    c = requests[2]
+    assert (c.status, c.num_computed_tokens, c.row, c.block_ids()) == ("preempted", 0, -1, [])
+    assert c.output_ids_from(0) == [9, 9]
+    settle(scheduler, plan)
+    run_to_end(scheduler)
+    assert all(r.output_ids_from(0) == [9] * 9 for r in requests)
+
+
+def test_priority_preempts_the_least_important_though_it_was_scheduled() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=17, policy="priority")
+    low = make_request("low", 7, start=100, priority=5, max_tokens=20)
+    high = make_request("high", 8, start=200, priority=1, max_tokens=20)
+    scheduler.add(low)
+    settle(scheduler, scheduler.schedule())
+    scheduler.add(high)
+    settle(scheduler, scheduler.schedule())
+    plan = scheduler.schedule()
+    while high.status == low.status == "running":
+        settle(scheduler, plan)
+        plan = scheduler.schedule()
+    # low comes first in the running list, so it had been given a token when high found no room.
+    assert low.status == "preempted" and scheduled(plan) == {"high": 1}
+    assert plan is not None and plan.num_tokens == plan.num_rows == 1
+    settle(scheduler, plan)
+    run_to_end(scheduler)
+    assert low.num_preemptions == 1 and high.num_preemptions == 0
+
+
+def test_victim_gives_its_tokens_back_to_those_behind_it() -> None:
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=4, policy="priority", block_size=2)
+    low = make_request("low", 2, start=100, priority=9, max_tokens=30)
+    high = make_request("high", 2, start=200, priority=0, max_tokens=30)
+    long = make_request("long", 20, start=300, priority=0, max_tokens=1)
+    for request in (low, high):
+        scheduler.add(request)
+    settle(scheduler, scheduler.schedule())
+    scheduler.add(long)
+    while scheduled(plan := scheduler.schedule()) == {"low": 1, "high": 1, "long": 2}:
+        settle(scheduler, plan)
+    # low had its token of this step when room ran out: it goes to long.
+    assert low.status == "preempted" and scheduled(plan) == {"high": 1, "long": 3}
+
+
+def test_priority_admits_smaller_numbers_first_and_ties_by_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, policy="priority")
+    for name, priority in [("a", 3), ("b", 1), ("c", 1), ("d", -2)]:
+        scheduler.add(make_request(name, priority=priority))
+    assert list(scheduled(scheduler.schedule())) == ["d", "b"]
+    assert [r.request_id for r in scheduler.waiting_requests()] == ["c", "a"]
+
+
+def test_held_request_blocks_nobody_and_keeps_its_place() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    held = make_request("held")
+    scheduler.add(held, ready=False)
+    for name in "abcd":
+        scheduler.add(make_request(name))
+    assert (held.status, scheduler.num_waiting) == ("held", 5)
+    plan = scheduler.schedule()
+    assert list(scheduled(plan)) == ["a", "b"]
+    scheduler.set_ready(held)
+    assert [r.request_id for r in scheduler.waiting_requests()] == ["held", "c", "d"]
+    other = make_request("other")
+    scheduler.add(other, ready=False)
+    assert scheduler.num_waiting == 4
+    scheduler.abort(other)
+    scheduler.set_ready(other)
+    assert other.status == "finished" and scheduler.num_waiting == 3
+
+
+def test_only_held_requests_are_no_work() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a"), ready=False)
+    assert not scheduler.has_work() and scheduler.schedule() is None
+
+
+def test_same_id_aborted_and_sent_again_is_two_requests() -> None:
+    scheduler = make_scheduler()
+    old = make_request("a", 6)
+    scheduler.add(old)
+    settle(scheduler, scheduler.schedule())
+    scheduler.abort(old)
+    new = make_request("a", 6, start=500)
+    scheduler.add(new)
+    plan = scheduler.schedule()
+    assert plan is not None and plan.left_rows == [0] and plan.joined == plan.requests == [new]
+    assert plan.num_computed(0) == 0 and old.num_output_tokens == 1
+    with pytest.raises(ValueError, match="was added before"):
+        scheduler.add(old)
+
+
+def test_blocks_about_to_come_back_spare_a_victim() -> None:
+    scheduler = make_scheduler(num_blocks=5, max_in_flight=2, max_model_len=16)
+    leaving, staying = make_request("a", 7), make_request("b", 7, start=200)
+    scheduler.add(leaving)
+    scheduler.add(staying)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    scheduler.abort(leaving)
+    settle(scheduler, first)  # leaving's blocks wait for the second step
+    assert scheduler.num_free_blocks == 0
+    assert scheduler.schedule() is None  # staying needs a third block, and waits for it
+    assert staying.status == "running"
+    settle(scheduler, second)
+    assert scheduled(scheduler.schedule()) == {"b": 1} and staying.num_preemptions == 0
+
+
+def test_scheduled_time_is_that_of_the_first_admission() -> None:
+    times = iter([10.0, 20.0])
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: next(times))
+    first, second = make_request("a", max_tokens=1), make_request("b", max_tokens=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    run_to_end(scheduler)
+    assert (first.scheduled_s, second.scheduled_s) == (10.0, 20.0)
+
+
+def test_reset_of_the_prefix_cache() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 9, max_tokens=2))
+    settle(scheduler, scheduler.schedule())
+    assert not scheduler.reset_prefix_cache()
+    run_to_end(scheduler)
+    assert scheduler.reset_prefix_cache()
+    scheduler.add(make_request("b", 9))
+    assert scheduled(scheduler.schedule()) == {"b": 9}

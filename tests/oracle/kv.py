@@ -1,0 +1,124 @@
+"""Plain-Python twins of block pool, prefix map and KV manager: lists, dicts and exact keys, no speed.
+
+A block's key is not a hash but the very content that a hash stands for, so the twin cannot collide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[object, ...]
+
+
+class NaivePool:
+    """Owners per block, and the free blocks as a list in eviction order."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_refs = [0] * num_blocks
+        self.free = list(range(1, num_blocks))
+        self.key_of: dict[int, Key] = {}
+        self.block_of: dict[Key, int] = {}
+
+    def take(self) -> int:
+        block_id = self.free.pop(0)
+        self.forget(block_id)
+        self.num_refs[block_id] = 1
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        if self.num_refs[block_id] == 0:
+            self.free.remove(block_id)
+        self.num_refs[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        self.num_refs[block_id] -= 1
+        if self.num_refs[block_id] == 0:
+            self.free.insert(len(self.free) if block_id in self.key_of else 0, block_id)
+
+    def index(self, block_id: int, key: Key) -> bool:
+        if key in self.block_of:
+            return False
+        self.block_of[key], self.key_of[block_id] = block_id, key
+        return True
+
+    def forget(self, block_id: int) -> None:
+        if block_id in self.key_of:
+            del self.block_of[self.key_of.pop(block_id)]
+
+
+@dataclass(eq=False)
+class NaiveTable:
+    """What the KV manager knows of a request."""
+
+    tokens: list[int]
+    extra_keys: bytes = b""
+    cache_salt: bytes = b""
+    reads_cache: bool = True
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0
+
+
+class NaiveKV:
+    """The twin of `KVManager`."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.pool = NaivePool(num_blocks)
+        self.block_size = block_size
+        self.caching = enable_prefix_caching
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def key(self, table: NaiveTable, index: int) -> Key:
+        prefix: Sequence[int] = table.tokens[: (index + 1) * self.block_size]
+        return (table.extra_keys, table.cache_salt, *prefix)
+
+    def match(self, table: NaiveTable) -> list[int]:
+        hits: list[int] = []
+        if self.caching and table.reads_cache:
+            for i in range((len(table.tokens) - 1) // self.block_size):
+                if self.key(table, i) not in self.pool.block_of:
+                    break
+                hits.append(self.pool.block_of[self.key(table, i)])
+        return hits
+
+    def admit(self, table: NaiveTable, hits: list[int], num_tokens: int) -> bool:
+        usable = [b for b in self.pool.free if b not in hits]
+        if self.blocks_for(num_tokens) - len(hits) > len(usable):
+            return False
+        for block_id in hits:
+            self.pool.acquire(block_id)
+        table.blocks = list(hits)
+        table.num_published = len(hits)
+        return self.extend(table, num_tokens)
+
+    def extend(self, table: NaiveTable, num_tokens: int) -> bool:
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
+        if missing > len(self.pool.free):
+            return False
+        table.blocks += [self.pool.take() for _ in range(missing)]
+        return True
+
+    def publish(self, table: NaiveTable, num_computed: int) -> None:
+        while self.caching and table.num_published < num_computed // self.block_size:
+            i = table.num_published
+            self.pool.index(table.blocks[i], self.key(table, i))
+            table.num_published += 1
+
+    def release(self, table: NaiveTable) -> None:
+        for i in reversed(range(len(table.blocks))):
+            block_id = table.blocks[i]
+            last_owner = self.pool.num_refs[block_id] == 1
+            if i < table.num_published and last_owner and block_id not in self.pool.key_of:
+                self.pool.index(block_id, self.key(table, i))
+            self.pool.release(block_id)
+        table.blocks, table.num_published = [], 0
+
+    def reset(self) -> bool:
+        if len(self.pool.free) < self.pool.num_blocks - 1:
+            return False
+        self.pool.key_of.clear()
+        self.pool.block_of.clear()
+        return True

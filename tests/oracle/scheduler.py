@@ -1,0 +1,240 @@
+"""Plain-Python twin of the scheduler: the same decisions, recomputed from lists each time.
+
+Compared with the real one after every operation by `tests/unit/test_scheduler_twin.py`. Rows are not
+modelled: which row a request gets is free, `check_invariants` sees that rows are unique.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.oracle.kv import NaiveKV, NaiveTable
+
+
+@dataclass(eq=False)
+class NaiveRequest:
+    """The twin of `Request`; `table.tokens` are the tokens known."""
+
+    name: str
+    table: NaiveTable
+    max_tokens: int
+    min_tokens: int = 0
+    eos: tuple[int, ...] = ()
+    stop: tuple[int, ...] = ()
+    priority: int = 0
+    arrival: int = 0
+    num_prompt: int = 0
+    status: str = "new"
+    num_computed: int = 0
+    in_flight: int = 0
+    num_preemptions: int = 0
+    num_cached: int = 0
+    last_step: int = 0
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.table.tokens)
+
+    @property
+    def known(self) -> int:
+        return len(self.table.tokens) + self.in_flight
+
+    def newest_token_ends_it(self, max_total: int) -> bool:
+        outputs = self.table.tokens[self.num_prompt :]
+        if len(outputs) >= self.min_tokens and outputs[-1] in self.eos + self.stop:
+            self.finish_reason = "stop"
+            self.stop_token_id = None if outputs[-1] in self.eos else outputs[-1]
+        elif len(outputs) >= self.max_tokens or len(self.table.tokens) >= max_total:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+
+@dataclass
+class NaiveRow:
+    """One row of a step."""
+
+    request: NaiveRequest
+    num_computed: int
+    num_new: int
+    samples: bool
+    epoch: int
+
+
+@dataclass
+class NaiveScheduler:
+    """The twin of `Scheduler`."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_in_flight: int = 1
+    running: list[NaiveRequest] = field(default_factory=list)
+    waiting: list[NaiveRequest] = field(default_factory=list)
+    held: list[NaiveRequest] = field(default_factory=list)
+    deferred: list[NaiveRequest] = field(default_factory=list)
+    in_flight: list[tuple[int, list[NaiveRow]]] = field(default_factory=list)
+    fences: list[int] = field(default_factory=list)
+    last_step: int = 0
+    updated: int = 0
+    arrivals: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.kv = NaiveKV(self.num_blocks, self.block_size, self.enable_prefix_caching)
+        self.max_total = min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+
+    def add(self, request: NaiveRequest, ready: bool = True) -> None:
+        self.arrivals += 1
+        request.arrival, request.status = self.arrivals, "waiting" if ready else "held"
+        (self.waiting if ready else self.held).append(request)
+
+    def set_ready(self, request: NaiveRequest) -> None:
+        if request.status == "held":
+            self.held.remove(request)
+            self.waiting.append(request)
+            request.status = "waiting"
+
+    def rank(self, request: NaiveRequest) -> tuple[int, int]:
+        return (request.priority if self.policy == "priority" else 0, request.arrival)
+
+    def in_order(self) -> list[NaiveRequest]:
+        return sorted(self.waiting, key=self.rank)
+
+    def finish(self, request: NaiveRequest, reason: str) -> None:
+        if request.status == "finished":
+            return
+        for place in (self.running, self.waiting, self.held):
+            if request in place:
+                place.remove(request)
+        if request.status == "running":
+            self.leave_row(request)
+        request.status, request.finish_reason, request.in_flight = "finished", reason, 0
+        if request.table.blocks and request.last_step > self.updated:
+            self.deferred.append(request)
+        else:
+            self.kv.release(request.table)
+
+    def leave_row(self, request: NaiveRequest) -> None:
+        if request.last_step > self.updated:
+            self.fences.append(request.last_step)
+
+    def fail_all(self) -> list[NaiveRequest]:
+        ended = [*self.running, *self.in_order(), *self.held]
+        self.in_flight, self.updated = [], self.last_step
+        for request in ended:
+            self.finish(request, "error")
+        self.drain()
+        return ended
+
+    def schedule(self) -> list[NaiveRow] | None:
+        alone = len(self.running) + len(self.waiting) + len(self.held) == 1
+        threshold = 0 if alone else self.long_prefill_token_threshold
+        given: dict[NaiveRequest, int] = {}
+
+        def clip(num_new: int, num_computed: int) -> int:
+            left = self.max_num_batched_tokens - sum(given.values())
+            return min(num_new, threshold or num_new, left, self.max_model_len - num_computed)
+
+        may_admit = True
+        for request in list(self.running):
+            if sum(given.values()) == self.max_num_batched_tokens:
+                break
+            limit = min(request.num_prompt + request.max_tokens, self.max_total)
+            if request.status != "running" or (request.in_flight and request.known >= limit):
+                continue
+            num_new = clip(request.known - request.num_computed, request.num_computed)
+            if num_new == 0:
+                continue
+            while not self.kv.extend(request.table, request.num_computed + num_new):
+                may_admit = False
+                if self.deferred:
+                    break
+                worst = max(self.running, key=self.rank) if self.policy == "priority" else self.running[-1]
+                given.pop(worst, None)
+                self.preempt(worst)
+                if worst is request:
+                    break
+            else:
+                given[request] = num_new
+        while may_admit and self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.in_order()[0]
+            no_row = self.max_num_seqs - len(self.running) - len(self.fences) == 0
+            if sum(given.values()) == self.max_num_batched_tokens or request.in_flight or no_row:
+                break
+            hits = self.kv.match(request.table)
+            start = len(hits) * self.block_size
+            num_new = clip(request.known - start, start)
+            if num_new < request.known - start and not self.enable_chunked_prefill:
+                break
+            if not self.kv.admit(request.table, hits, start + num_new):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.num_computed = start
+            if request.status == "waiting":
+                request.num_cached = start
+                if self.enable_prefix_caching and request.table.reads_cache:
+                    self.query_tokens += request.known
+                    self.hit_tokens += start
+            request.status = "running"
+            given[request] = num_new
+        return self.pack(given)
+
+    def preempt(self, request: NaiveRequest) -> None:
+        self.running.remove(request)
+        self.kv.release(request.table)
+        self.leave_row(request)
+        request.num_computed, request.status = 0, "preempted"
+        request.num_preemptions += 1
+        self.waiting.append(request)
+
+    def pack(self, given: dict[NaiveRequest, int]) -> list[NaiveRow] | None:
+        if not given:
+            return None
+        self.last_step += 1
+        rows = []
+        for request, num_new in given.items():
+            samples = request.num_computed + num_new == request.known and request.max_tokens > 0
+            rows.append(NaiveRow(request, request.num_computed, num_new, samples, request.num_preemptions))
+            request.num_computed += num_new
+            request.in_flight += samples
+            request.last_step = self.last_step
+        self.in_flight.append((self.last_step, rows))
+        return rows
+
+    def update(self, token_ids: list[int]) -> list[NaiveRequest]:
+        self.updated, rows = self.in_flight.pop(0)
+        tokens = iter(token_ids)
+        changed = []
+        for row in rows:
+            request = row.request
+            token = next(tokens) if row.samples else None
+            if request.status == "finished":
+                continue
+            if row.epoch == request.num_preemptions:
+                self.kv.publish(request.table, row.num_computed + row.num_new)
+            if token is not None:
+                request.in_flight -= 1
+                request.table.tokens.append(token)
+                changed.append(request)
+                if request.newest_token_ends_it(self.max_total):
+                    self.finish(request, str(request.finish_reason))
+            elif request.max_tokens == 0 and row.num_computed + row.num_new == request.num_prompt:
+                changed.append(request)
+                self.finish(request, "length")
+        self.drain()
+        return changed
+
+    def drain(self) -> None:
+        self.fences = [fence for fence in self.fences if fence > self.updated]
+        for request in [r for r in self.deferred if r.last_step <= self.updated]:
+            self.deferred.remove(request)
+            self.kv.release(request.table)

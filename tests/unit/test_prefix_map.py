@@ -1,0 +1,129 @@
+"""Block hashes, and the map from hashes to blocks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+from aioengine.fastcore.block_hash import BlockHasher
+from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.prefix_map import PrefixMap
+from hypothesis import given
+from hypothesis import strategies as st
+
+ALGORITHMS = ("xxh3_128", "sha256")
+tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@given(ids=tokens, block_size=st.sampled_from([1, 2, 4, 16]), data=st.data())
+def test_an_edit_changes_its_block_and_all_later_ones_only(
+    algo: str, ids: list[int], block_size: int, data: st.DataObject
+) -> None:
+    hasher = BlockHasher(algo, b"seed")  # type: ignore[arg-type]
+    at = data.draw(st.integers(0, len(ids) - 1))
+    edited = [*ids[:at], (ids[at] + 1) % 2**31, *ids[at + 1 :]]
+    before, after = hasher.chain(ids, block_size), hasher.chain(edited, block_size)
+    assert len(before) == len(after) == len(ids) // block_size
+    same = [a == b for a, b in zip(before, after, strict=True)]
+    assert same == [i < at // block_size for i in range(len(before))]
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_other_keys_or_salt_share_no_block(algo: str) -> None:
+    hasher = BlockHasher(algo)  # type: ignore[arg-type]
+    ids = list(range(12))
+    # The pairs (ab, c) and (a, bc) must differ as well, so the lengths take part.
+    keys = [(b"", b""), (b"a", b""), (b"", b"a"), (b"ab", b"c"), (b"a", b"bc"), (b"abc", b"")]
+    chains = {pair: hasher.chain(ids, 4, *pair) for pair in keys}
+    assert all(len(set(chain)) == 3 for chain in chains.values())
+    for one, other in itertools.combinations(keys, 2):
+        assert not set(chains[one]) & set(chains[other]), (one, other)
+    assert hasher.chain(ids, 4, b"ab", b"c") == chains[b"ab", b"c"]
+
+
+def test_equal_blocks_at_different_places_differ() -> None:
+    assert len(set(BlockHasher().chain([5, 5, 5, 5, 5, 5], 2))) == 3
+
+
+def test_a_trailing_partial_block_has_no_hash() -> None:
+    assert len(BlockHasher().chain(list(range(207)), 16)) == 12
+
+
+@pytest.mark.parametrize(("algo", "size"), [("xxh3_128", 16), ("sha256", 32)])
+def test_root_seed_decides_the_chain(algo: str, size: int) -> None:
+    ids = [1, 2, 3, 4]
+    one, same, other = (BlockHasher(algo, seed).chain(ids, 4) for seed in (b"x", b"x", b"y"))  # type: ignore[arg-type]
+    assert one == same != other and len(one[0]) == size
+    with pytest.raises(ValueError, match="hash_algo='md5'"):
+        BlockHasher("md5")  # type: ignore[arg-type]
+
+
+def test_processes_agree_with_sha256_and_differ_with_xxh3() -> None:
+    code = (
+        "from aioengine.fastcore.block_hash import BlockHasher\n"
+        "for algo in ('sha256', 'xxh3_128'): print(BlockHasher(algo).chain([1, 2], 2)[0].hex())"
+    )
+    command = [sys.executable, "-c", code]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
+    (shared, random_a), (shared_again, random_b) = first.stdout.split(), second.stdout.split()
+    assert shared == shared_again and random_a != random_b
+
+
+def digest(home: int, rest: int = 0, tag: int = 0) -> bytes:
+    return (home | tag << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
+
+
+def test_capacity_is_a_power_of_two_at_least_twice_the_blocks() -> None:
+    for num_blocks, capacity in [(2, 4), (8, 16), (9, 32), (1000, 2048)]:
+        assert PrefixMap(BlockPool(num_blocks)).capacity == capacity
+
+
+def test_second_block_with_an_equal_hash_stays_out() -> None:
+    index = PrefixMap(BlockPool(8))
+    assert index.insert_bytes(3, digest(1)) and not index.insert_bytes(4, digest(1))
+    assert index.find_bytes(digest(1)) == 3 and index.num_entries == 1
+    index.remove_id(3)
+    assert index.find_bytes(digest(1)) == 0
+    assert index.insert_bytes(4, digest(1)) and index.find_bytes(digest(1)) == 4
+
+
+def test_hashes_that_agree_in_home_and_tag_are_told_apart() -> None:
+    index = PrefixMap(BlockPool(8))
+    for block_id in (1, 2, 3):
+        index.insert_bytes(block_id, digest(7, rest=block_id))
+    assert [index.find_bytes(digest(7, rest=i)) for i in range(5)] == [0, 1, 2, 3, 0]
+    assert index.find_bytes(digest(7, rest=1) + bytes(15) + b"\1") == 0  # all 256 bits count
+
+
+def test_removal_closes_the_gap_across_the_end_of_the_table() -> None:
+    index = PrefixMap(BlockPool(8))  # 16 slots
+    homes = {1: 14, 2: 15, 3: 14, 4: 0, 5: 15, 6: 1}
+    for block_id, home in homes.items():
+        index.insert_bytes(block_id, digest(home, rest=block_id))
+    for gone in (2, 1, 4):
+        index.remove_id(gone)
+        index.check()
+    for block_id, home in homes.items():
+        assert index.find_bytes(digest(home, rest=block_id)) == (0 if block_id in (1, 2, 4) else block_id)
+
+
+def test_churn_leaves_nothing_behind() -> None:
+    rng = random.Random(5)
+    index = PrefixMap(BlockPool(64))
+    held: dict[int, bytes] = {}
+    for _ in range(20_000):
+        block_id = rng.randrange(1, 64)
+        if block_id in held:
+            index.remove_id(block_id)
+            del held[block_id]
+        else:
+            key = digest(rng.randrange(128), rest=rng.randrange(2**60), tag=rng.randrange(2))
+            if index.insert_bytes(block_id, key):
+                held[block_id] = key
+    index.check()
+    assert index.num_entries == len(held)
+    assert all(index.find_bytes(key) == block_id for block_id, key in held.items())
