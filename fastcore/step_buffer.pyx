@@ -150,10 +150,8 @@ cdef inline int pack_row(
     if request.num_sent_blocks == 0:
         flags |= C_JOINED
         plan.joined.append(request)
-    if (
-        request.wants_prompt_logits and request.num_computed_tokens < request.num_prompt_tokens - 1
-        and reached > request.prompt_logits_until
-    ):
+    if request.wants_prompt_logits and min(reached, request.num_prompt_tokens - 1) > request.prompt_logits_until:
+        # Once per position: a recomputed chunk asks only if it reaches further than any before it.
         flags |= C_PROMPT_LOGITS
         request.prompt_logits_until = reached
     if reached == known and request.max_tokens > 0:

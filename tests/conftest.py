@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
 from aioengine.config import ModelConfig
 from aioengine.model_source import resolve_model
-from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "short",

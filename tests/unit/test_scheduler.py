@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from aioengine.fastcore.request import Request
@@ -354,13 +356,12 @@ def test_victim_gives_its_tokens_back_to_those_behind_it() -> None:
     low = make_request("low", 2, start=100, priority=9, max_tokens=30)
     high = make_request("high", 2, start=200, priority=0, max_tokens=30)
     long = make_request("long", 20, start=300, priority=0, max_tokens=1)
-    for request in (low, high):
+    for request in (low, high, long):  # one after the other, so that low is first in the running list
         scheduler.add(request)
-    settle(scheduler, scheduler.schedule())
-    scheduler.add(long)
+        settle(scheduler, scheduler.schedule())
     while scheduled(plan := scheduler.schedule()) == {"low": 1, "high": 1, "long": 2}:
         settle(scheduler, plan)
-    # low had its token of this step when room ran out: it goes to long.
+    # low had its token of this step when high found no room: it goes to long.
     assert low.status == "preempted" and scheduled(plan) == {"high": 1, "long": 3}
 
 
@@ -370,6 +371,31 @@ def test_priority_admits_smaller_numbers_first_and_ties_by_arrival() -> None:
         scheduler.add(make_request(name, priority=priority))
     assert list(scheduled(scheduler.schedule())) == ["d", "b"]
     assert [r.request_id for r in scheduler.waiting_requests()] == ["c", "a"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_waiting_order_survives_aborts_from_the_middle(policy: str) -> None:
+    rng = random.Random(3)
+    scheduler = make_scheduler(policy=policy)
+    waiting: list[Request] = []
+    for step in range(600):
+        if len(waiting) < 40 or rng.random() < 0.5:
+            request = make_request(str(step), priority=rng.randint(-5, 5))
+            scheduler.add(request)
+            waiting.append(request)
+        else:
+            scheduler.abort(waiting.pop(rng.randrange(len(waiting))))
+        scheduler.check_invariants()
+    if policy == "priority":
+        waiting.sort(key=lambda request: request.priority)  # stable: ties keep the order of arrival
+    assert scheduler.waiting_requests() == waiting
+    admitted = []
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        assert plan is not None
+        admitted += plan.joined
+        settle(scheduler, plan)
+    assert admitted == waiting
 
 
 def test_held_request_blocks_nobody_and_keeps_its_place() -> None:

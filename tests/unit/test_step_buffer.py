@@ -103,6 +103,21 @@ def test_prompt_logits_are_asked_for_once_per_position() -> None:
     assert flags == [2, 2, 0, 0, 0]
 
 
+def test_recomputed_prompt_does_not_ask_for_its_logits_again() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=32)
+    first = Request("a", list(range(8)), max_tokens=9)
+    other = Request("b", list(range(50, 58)), max_tokens=9, wants_prompt_logits=True)
+    scheduler.add(first)
+    scheduler.add(other)
+    asked = 0
+    while scheduler.has_work():
+        plan = next_plan(scheduler)
+        for request, row in zip(plan.requests, sections(plan)[0], strict=True):
+            asked += request is other and row[layout.ROW_FLAGS] & layout.FLAG_PROMPT_LOGITS > 0
+        settle(scheduler, plan)
+    assert other.num_preemptions == 1 and asked == 1
+
+
 def test_slot_is_not_reused_before_its_update() -> None:
     scheduler = make_scheduler(max_in_flight=3)
     scheduler.add(Request("a", [1, 2], max_tokens=40))
