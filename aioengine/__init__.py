@@ -26,3 +26,48 @@ def _find_built_package() -> None:
 
 
 _find_built_package()
+
+from aioengine.config import EngineConfig  # noqa: E402
+from aioengine.errors import (  # noqa: E402
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    InvalidConfig,
+    InvalidRequest,
+    ModelLoadError,
+    ModelNotFound,
+    QueueFull,
+    RequestTimeout,
+    UnknownModel,
+)
+from aioengine.types import RequestOutput, SamplingParams  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncEngine",
+    "ContextLengthExceeded",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "InvalidConfig",
+    "InvalidRequest",
+    "ModelLoadError",
+    "ModelNotFound",
+    "QueueFull",
+    "RequestOutput",
+    "RequestTimeout",
+    "SamplingParams",
+    "UnknownModel",
+]
+
+
+def __getattr__(name: str) -> object:
+    # The engine pulls in torch, which takes seconds to import; `aioengine --help` must not wait for it.
+    if name == "AsyncEngine":
+        from aioengine.engine import AsyncEngine
+
+        return AsyncEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

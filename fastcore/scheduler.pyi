@@ -5,6 +5,7 @@ from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
+
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan

@@ -4,6 +4,7 @@ from typing import Final, final
 
 import numpy as np
 import numpy.typing as npt
+
 from aioengine.fastcore.request import Request
 
 VERSION: Final[int]

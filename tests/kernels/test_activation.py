@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioengine.kernels import activation
 
+from aioengine.kernels import activation
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
 
 SHAPES = [(1, 16), (3, 3072), (5, 33), (0, 16)]

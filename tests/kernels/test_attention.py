@@ -9,11 +9,11 @@ import functools
 
 import pytest
 import torch
+
 from aioengine.kernels import attention
 from aioengine.kernels.attention import paged_attention
 from aioengine.kernels.attention_plan import Tile, fill_list_ref, fill_plan, make_plan
 from aioengine.kernels.jit import unavailable_reason
-
 from tests.kernels.batches import RELATIVE_ERROR, PagedBatch, paged_batch, relative_error
 
 MIXED = [(0, 5), (17, 1), (0, 1), (63, 1), (64, 2), (15, 17)]

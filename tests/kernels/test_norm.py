@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioengine.kernels import norm
 
+from aioengine.kernels import norm
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
 
 SHAPES = [(1, 64), (3, 1024), (7, 100), (2, 4096), (0, 64)]

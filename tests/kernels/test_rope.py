@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioengine.kernels import rope
 
+from aioengine.kernels import rope
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from aioengine.kernels import sampling as ops
 
 PHILOX_VECTORS = [  # counter, key, output: the known answers published with Random123

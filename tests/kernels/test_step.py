@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from aioengine.kernels import step
 from aioengine.kernels.step import StepInputs
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from aioengine.fastcore import step_buffer as layout
 from aioengine.fastcore.step_buffer import StepPlan
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from aioengine.fastcore.block_pool import BlockPool
-from aioengine.fastcore.prefix_map import PrefixMap
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.prefix_map import PrefixMap
 from tests.oracle.kv import NaivePool
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from aioengine.fastcore.kv_manager import KVManager
-from aioengine.fastcore.request import Request
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aioengine.fastcore.kv_manager import KVManager
+from aioengine.fastcore.request import Request
 from tests.oracle.kv import NaiveKV, NaiveTable
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
 from aioengine.fastcore.prefix_map import PrefixMap
-from hypothesis import given
-from hypothesis import strategies as st
 
 ALGORITHMS = ("xxh3_128", "sha256")
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)

@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+
 from aioengine.fastcore.request import Request
 
 

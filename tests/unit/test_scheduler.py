@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler, clip_tokens
 from aioengine.fastcore.step_buffer import StepPlan

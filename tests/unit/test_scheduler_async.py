@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from aioengine.fastcore.request import Request
-from aioengine.fastcore.scheduler import Scheduler
 from hypothesis import settings
 
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
 from tests.oracle.device import FakeDevice, next_token
 
 EOS = 7

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from aioengine.fastcore.request import Request
-from aioengine.fastcore.scheduler import Scheduler
-from aioengine.fastcore.step_buffer import StepPlan
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.step_buffer import StepPlan
 from tests.oracle.kv import NaiveTable
 from tests.oracle.scheduler import NaiveRequest, NaiveRow, NaiveScheduler
 

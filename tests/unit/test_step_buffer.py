@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from aioengine.fastcore import step_buffer as layout
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler

@@ -1,0 +1,128 @@
+"""The persistent rows of a batch in host memory, and how a step buffer becomes a step's inputs there.
+
+The CPU counterpart of the unpack kernel (`kernels/step.py` draws the buffer's layout). Rows outlive steps:
+their block table grows by each step's block list, and their last sampled token replaces the -1 of the next
+step, so everything here happens in execution order on the thread that runs the steps. Called by `runner.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
+from aioengine.kernels import step as layout
+from aioengine.layers.context import AttentionMetadata
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """The tokens of one plan row whose logits score the prompt."""
+
+    plan_row: int
+    start: int
+    """Its first token in the step."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step's inputs; N rows to sample."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
+    sample_tokens: Ints
+    """[N] which token of the step predicts the sample."""
+    sample_rows: Ints
+    """[N] persistent row of each sample."""
+    sample_num_outputs: Ints
+    """[N] position of the token to sample in its output."""
+    sample_plan_rows: Ints
+    """[N] position of each sample's row in the plan."""
+    prompt_spans: tuple[PromptSpan, ...]
+
+
+class HostRows:
+    """State of all rows that must survive from step to step."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._last_token = np.zeros(max_num_seqs, np.int32)
+
+    def unpack(self, buffer: Ints) -> HostStep:
+        """Applies the block updates of a step and derives its inputs.
+
+        Raises:
+            ValueError: the buffer has another layout than this version knows.
+        """
+        header = buffer[: layout.HEADER_WORDS].tolist()
+        if header[layout.VERSION] != VERSION:
+            raise ValueError(f"step buffer of version {header[layout.VERSION]}, expected {VERSION}")
+        num_rows, num_tokens = header[layout.NUM_ROWS], header[layout.NUM_TOKENS]
+        rows = _section(buffer, header[layout.OFF_ROWS], num_rows, layout.ROW_WORDS)
+        tokens = buffer[header[layout.OFF_TOKENS] :][:num_tokens]
+        updates = _section(
+            buffer, header[layout.OFF_BLOCKS], header[layout.NUM_BLOCK_UPDATES], layout.BLOCK_WORDS
+        )
+        if len(updates):
+            self._block_table[updates[:, 0], updates[:, 1]] = updates[:, 2]
+
+        row_ids, starts, num_new = rows[:, layout.ROW], rows[:, layout.QUERY_START], rows[:, layout.NUM_NEW]
+        computed = rows[:, layout.NUM_COMPUTED]
+        seq_lens = computed + num_new
+        max_query_len, max_seq_len = int(num_new.max()), int(seq_lens.max())
+        table = self._block_table[row_ids, : -(-max_seq_len // self._block_size)]
+        query_start_loc = np.empty(num_rows + 1, np.int32)
+        query_start_loc[:-1] = starts
+        query_start_loc[-1] = num_tokens
+
+        plan_row = np.repeat(np.arange(num_rows, dtype=np.int32), num_new)
+        positions = np.arange(num_tokens, dtype=np.int32) + (computed - starts)[plan_row]
+        slots = table[plan_row, positions // self._block_size] * np.int32(self._block_size)
+        slots += positions % self._block_size
+        input_ids = np.where(tokens < 0, self._last_token[row_ids[plan_row]], tokens)
+
+        sampled = np.flatnonzero(rows[:, layout.SAMPLE_INDEX] >= 0)
+        sampled = sampled[np.argsort(rows[sampled, layout.SAMPLE_INDEX], kind="stable")]
+        scored = np.flatnonzero(rows[:, layout.FLAGS] & FLAG_PROMPT_LOGITS)
+        return HostStep(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(positions),
+            AttentionMetadata(
+                torch.from_numpy(query_start_loc),
+                torch.from_numpy(seq_lens),
+                torch.from_numpy(table),
+                torch.from_numpy(slots),
+                num_tokens,
+                num_rows,
+                max_query_len,
+                max_seq_len,
+            ),
+            starts[sampled] + num_new[sampled] - 1,
+            row_ids[sampled],
+            rows[sampled, layout.NUM_OUTPUT],
+            sampled.astype(np.int32),
+            tuple(PromptSpan(int(i), int(starts[i]), int(num_new[i])) for i in scored),
+        )
+
+    def set_last_tokens(self, row_ids: Ints, token_ids: Ints) -> None:
+        """Keeps what was sampled for these rows, for the steps launched before it was known."""
+        self._last_token[row_ids] = token_ids
+
+
+def scored_rows(buffer: Ints) -> list[tuple[int, int, int]]:
+    """(position in the plan, tokens computed before, new tokens) of the rows whose prompt is scored."""
+    rows = _section(buffer, int(buffer[layout.OFF_ROWS]), int(buffer[layout.NUM_ROWS]), layout.ROW_WORDS)
+    scored = np.flatnonzero(rows[:, layout.FLAGS] & FLAG_PROMPT_LOGITS)
+    return [(i, int(rows[i, layout.NUM_COMPUTED]), int(rows[i, layout.NUM_NEW])) for i in scored.tolist()]
+
+
+def _section(buffer: Ints, offset: int, count: int, width: int) -> Ints:
+    return buffer[offset : offset + count * width].reshape(count, width)

@@ -1,0 +1,159 @@
+"""Devices: what can run a model, how much memory it has, and the operations it offers.
+
+A device owns its operations (`Ops`) and hands out the KV pool. It knows nothing of steps or requests: those
+are the runner's. `loader.py` makes one per engine, in a thread; the runner closes it.
+
+What a CUDA device adds lives behind the same calls: `ops` from its kernels, `allocate_kv_cache` from what a
+profile run left free, streams and step completion inside its own runner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from aioengine.config import CacheConfig, ResolvedConfig
+from aioengine.errors import InvalidConfig
+from aioengine.layers.ops import Ops
+from aioengine.layers.ops_cpu import CpuOps
+from aioengine.model_spec import ModelSpec
+
+DEFAULT_POOL_BYTES = 512 << 20
+POOL_SHARE = 0.4
+"""Most of the available memory that a KV pool takes unless a size was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Where the memory went; printed at start. Set by `loader.py`."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+    """The whole pool. On a CPU untouched blocks occupy no memory yet."""
+    kv_bytes_per_token: int
+    """Keys and values of one token over all layers."""
+    num_blocks: int
+    """Blocks of the pool, the null block included."""
+    block_size: int
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit the pool."""
+        return (self.num_blocks - 1) * self.block_size
+
+
+class Device(Protocol):
+    """Called from the thread that loads, before any step runs; `close` after the last one."""
+
+    @property
+    def ops(self) -> Ops:
+        """Operations on this device's tensors and weights."""
+
+    def available_bytes(self) -> int:
+        """Memory that could still be taken now."""
+
+    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], contents undefined."""
+
+    def close(self) -> None:
+        """Gives back what the device holds apart from tensors. May be called twice."""
+
+
+class CpuDevice:
+    """The processor this program runs on."""
+
+    def __init__(self, resolved: ResolvedConfig, ops: Ops | None = None) -> None:
+        """
+        Args:
+            ops: other operations than the native ones, for comparison.
+
+        Raises:
+            InvalidConfig: a type of activations or of the cache that the CPU's kernels do not compute with.
+        """
+        for option, value in (("dtype", resolved.dtype), ("kv_cache_dtype", resolved.kv_cache_dtype)):
+            if value != "float32":
+                raise InvalidConfig(
+                    f"{option}={value} is not available on a CPU, which computes in float32; use {option}=auto",
+                    param=option,
+                )
+        self._ops = ops if ops is not None else CpuOps()
+
+    @property
+    def ops(self) -> Ops:
+        return self._ops
+
+    def available_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
+        return list(torch.empty(shape, dtype=torch.float32).unbind(0))
+
+    def close(self) -> None:
+        pass
+
+
+def create_device(resolved: ResolvedConfig) -> Device:
+    """The device that a configuration resolved to.
+
+    Raises:
+        InvalidConfig: it is not available in this build, or cannot do what the configuration asks.
+    """
+    if resolved.device != "cpu":
+        raise InvalidConfig(
+            f"device={resolved.device} is not supported yet; use --device cpu", param="device"
+        )
+    return CpuDevice(resolved)
+
+
+def kv_bytes_per_token(spec: ModelSpec, itemsize: int) -> int:
+    """Keys and values of one token over all layers."""
+    return spec.num_layers * spec.num_kv_heads * 2 * spec.head_dim * itemsize
+
+
+def cpu_num_blocks(
+    spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int
+) -> int:
+    """How many KV blocks a CPU gets: as asked for, else 512 MiB or one full context within 40 % of memory.
+
+    Raises:
+        InvalidConfig: not even one block of tokens fits beside the null block.
+    """
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    block_bytes = kv_bytes_per_token(spec, 4) * resolved.block_size
+    if cache.kv_cache_memory_bytes is not None:
+        pool_bytes = cache.kv_cache_memory_bytes
+    else:
+        full_context = (-(-resolved.max_model_len // resolved.block_size) + 1) * block_bytes
+        pool_bytes = min(max(DEFAULT_POOL_BYTES, full_context), int(available_bytes * POOL_SHARE))
+    num_blocks = min(pool_bytes // block_bytes, (2**31 - 1) // resolved.block_size)
+    if num_blocks < 2:
+        raise InvalidConfig(
+            f"a KV pool of {pool_bytes} bytes holds fewer than two blocks of {block_bytes} bytes; "
+            "raise --kv-cache-memory-bytes or lower --block-size",
+            param="kv_cache_memory_bytes",
+        )
+    return int(num_blocks)
+
+
+def available_memory_bytes() -> int:
+    """Memory this process could still take: the system's, or less under a control group's limit."""
+    meminfo = Path("/proc/meminfo")
+    available = 8 << 30
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        available = min(available, max(left, 0))
+    return available

@@ -1,0 +1,420 @@
+"""AsyncEngine: the engine's public face and the owner of everything inside it.
+
+It starts and closes the parts; a prompt goes through `intake.py` into `live.py`, which queues it in the
+scheduler, while `loop.py` runs the steps. It runs on the caller's event loop, installs no signal handlers,
+forks nothing, and leaves no thread, task, descriptor or memory behind when closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from aioengine.config import EngineConfig, ResolvedConfig
+from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, QueueFull
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.intake import ChatOptions, Intake
+from aioengine.live import LiveRequests
+from aioengine.loop import StepLoop
+from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
+from aioengine.outputs import RequestStream
+from aioengine.startup import Parts, load_parts
+from aioengine.types import Prompt, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from aioengine.runner import MemoryReport
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 120.0
+"""Without a completed step for this long while there is work, the engine calls itself stalled."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What callers may want to know about the model served."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    has_chat_template: bool
+
+
+class AsyncEngine:
+    """An inference engine on the caller's event loop.
+
+    Use it as a context manager::
+
+        async with AsyncEngine(EngineConfig(model="smollm2")) as engine:
+            async for out in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
+                print(out.delta, end="", flush=True)
+
+    Args:
+        config: the options; the default serves the built-in model on whatever device there is.
+        on_stage: called from a thread with a few words when the start enters a new stage.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, on_stage: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._on_stage = on_stage
+        self._state = "new"
+        self._parts: Parts | None = None
+        self._failure: BaseException | None = None
+        self._steps_task: asyncio.Task[None] | None = None
+        self._log_task: asyncio.Task[None] | None = None
+
+    # ---- life of the engine -----------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Loads the model (in a thread) and starts the step loop.
+
+        Raises:
+            InvalidConfig, ModelNotFound, ModelLoadError: nothing is left behind.
+            EngineClosed: the engine was started before.
+        """
+        if self._state != "new":
+            raise EngineClosed(f"the engine cannot be started: it is {self._state}")
+        self._state = "starting"
+        try:
+            self._parts = await _run_in_thread(lambda: load_parts(self.config, self._on_stage))
+        except BaseException:
+            self._state = "closed"
+            raise
+        self._assemble(self._parts)
+        self._state = "ready"
+        self._steps_task = asyncio.create_task(self._run_steps(), name="aioengine-steps")
+        if self.config.runtime.log_stats_interval_s > 0:
+            self._log_task = asyncio.create_task(self._log_stats(), name="aioengine-stats")
+
+    def _assemble(self, parts: Parts) -> None:
+        resolved, config = parts.resolved, self.config
+        max_in_flight = 2 if resolved.async_scheduling else 1
+        seeds = random.Random(config.model.seed)
+        self._scheduler = Scheduler(
+            num_blocks=parts.num_blocks,
+            block_size=resolved.block_size,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            policy=config.scheduler.scheduling_policy,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            hash_algo=config.cache.prefix_caching_hash_algo,
+            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            max_in_flight=max_in_flight,
+        )
+        self._intake = Intake(
+            parts.tokenizer,
+            parts.chat_templates,
+            max_model_len=resolved.max_model_len,
+            vocab_size=parts.spec.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            next_seed=lambda: seeds.getrandbits(63),
+        )
+        self._metrics = EngineMetrics(self.stats, parts.served_name)
+        self._live = LiveRequests(self._scheduler, self._metrics, parts.tokenizer, parts.eos_token_ids)
+        self._steps = StepLoop(
+            self._scheduler,
+            parts.runner,
+            self._live.settle,
+            observe_step_s=self._metrics.step_time.observe,
+            max_in_flight=max_in_flight,
+        )
+        self._lag = LagMonitor(self._metrics, self._scheduler.has_work)
+        self.model = ModelInfo(
+            name=parts.served_name,
+            architecture=parts.spec.architecture,
+            max_model_len=resolved.max_model_len,
+            vocab_size=parts.spec.vocab_size,
+            has_chat_template=bool(parts.chat_templates) and parts.tokenizer is not None,
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new requests and waits for the live ones; ends what is left at the deadline.
+
+        Returns:
+            Whether everything ended by itself.
+        """
+        if self._state == "ready":
+            self._state = "draining"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._live.wait_empty()
+        except TimeoutError:
+            self._live.fail_all(EngineClosed("the engine shut down before the request was finished"))
+            self._steps.wake()
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends everything: live requests, tasks, threads; gives memory back. May be called again."""
+        if self._state in ("new", "starting", "closed"):
+            self._state = "closed"
+            return
+        self._state = "closed"
+        self._live.fail_all(EngineClosed("the engine was closed"))
+        self._lag.close()
+        if self._log_task is not None:
+            self._log_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._log_task
+        self._steps.stop()
+        if self._steps_task is not None:
+            await asyncio.wait((self._steps_task,))
+        await self._loaded.runner.close()
+        await _run_in_thread(self._intake.close)
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> RequestStream:
+        """Validates a request and queues it.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: how to sample; by default the model's own defaults.
+            request_id: a label for logs and `abort()`; need not be unique.
+            priority: smaller is more important; only under the priority policy.
+            cache_salt: requests with different salts share no cached KV.
+
+        Returns:
+            An async iterator of `RequestOutput`; closing it aborts the request.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded: the request is at fault; nothing was allocated.
+            QueueFull, EngineClosed, EngineDead: the engine cannot take it now, or ever.
+        """
+        self._check_accepting()
+        arrived_s = time.monotonic()
+        chat = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            if priority and self.config.scheduler.scheduling_policy != "priority":
+                raise InvalidRequest(
+                    "priority needs an engine started with --scheduling-policy priority", param="priority"
+                )
+            prepared = await self._intake.prepare(prompt, params or self.sampling_params(), chat)
+            self._check_accepting()  # the engine may have been closed while the prompt was tokenized
+            self._check_queue(len(prepared.plans))
+            stream = self._live.add(
+                prepared,
+                request_id or f"req-{uuid.uuid4().hex}",
+                priority=priority,
+                cache_salt=cache_salt,
+                arrived_s=arrived_s,
+            )
+        except EngineError:
+            self._metrics.requests_rejected += 1
+            raise
+        self._lag.start()
+        self._steps.wake()
+        return stream
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request as they come; takes the options of `submit()`.
+
+        Cancelling the loop over it aborts the request and frees its blocks; so does leaving the loop early,
+        as soon as Python finalizes the generator (`contextlib.aclosing` makes that moment exact).
+        """
+        stream = await self.submit(prompt, params, **options)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def abort(self, request_id: str) -> int:
+        """Aborts every live request with this label; returns how many there were."""
+        return self._live.abort_label(request_id)
+
+    async def render(self, prompt: Prompt, **options: Any) -> list[int]:
+        """The token ids that `submit()` would compute; takes its chat options.
+
+        Raises:
+            InvalidRequest: as in `submit()`.
+        """
+        self._check_accepting()
+        return await self._intake.render(prompt, ChatOptions(**options))
+
+    @property
+    def default_sampling(self) -> dict[str, object]:
+        """Sampling values that the checkpoint recommends, used where a request gives none."""
+        return dict(self._loaded.generation_defaults)
+
+    def sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's sampling defaults with these values on top; None means not given."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return SamplingParams(**{**self._loaded.generation_defaults, **given})  # type: ignore[arg-type]
+
+    # ---- state ------------------------------------------------------------------------------------------
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The concrete numbers the engine runs with."""
+        return self._loaded.resolved
+
+    @property
+    def memory_report(self) -> MemoryReport:
+        """Bytes of weights and KV pool, and how many tokens fit."""
+        return self._loaded.runner.memory
+
+    @property
+    def startup_timings(self) -> dict[str, float]:
+        """Seconds per stage of the start."""
+        return dict(self._loaded.timings.stages)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None if it has none."""
+        return self._loaded.tokenizer
+
+    def health(self) -> str:
+        """One of starting, ready, draining, stalled, dead, closed. Answers at once."""
+        is_busy = self._state in ("ready", "draining") and not self._steps.is_idle
+        if is_busy and time.monotonic() - self._steps.last_progress_s > STALL_S:
+            return "stalled"
+        return "starting" if self._state == "new" else self._state
+
+    def stats(self) -> EngineStats:
+        """Queues, cache and counters at this moment."""
+        scheduler, metrics = self._scheduler, self._metrics
+        num_usable = scheduler.num_blocks - 1
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+            kv_cache_usage=1.0 - scheduler.num_free_blocks / num_usable,
+            prefix_queries_tokens=scheduler.prefix_queries_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            num_preemptions=scheduler.num_preemptions_total,
+            num_steps=self._steps.num_steps,
+            prompt_tokens=metrics.prompt_tokens,
+            generation_tokens=metrics.generation_tokens,
+            num_requests_finished=dict(metrics.finished),
+            loop_lag_p99_s=metrics.loop_lag_p99_s(),
+        )
+
+    def metrics_text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return self._metrics.text()
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    @property
+    def _loaded(self) -> Parts:
+        if self._parts is None:
+            raise EngineClosed("the engine is not started; use `async with` or await start()")
+        return self._parts
+
+    def _check_accepting(self) -> None:
+        if self._state == "dead":
+            raise EngineDead(f"the engine has failed: {self._failure}")
+        if self._state != "ready":
+            raise EngineClosed(f"the engine takes no requests: it is {self._state}")
+
+    def _check_queue(self, num_new: int) -> None:
+        limit, num_waiting = self.config.scheduler.max_waiting_requests, self._scheduler.num_waiting
+        if limit is not None and num_waiting + num_new > limit:
+            raise QueueFull(f"{num_waiting} requests are waiting and the limit is {limit}; try again later")
+
+    async def _run_steps(self) -> None:
+        """The outermost frame of the step loop: whatever fails there fails the engine, loudly and once."""
+        try:
+            await self._steps.run()
+        except Exception as error:
+            logger.exception("the step loop failed; every request in flight fails")
+            self._failure = error
+            if self._state != "closed":
+                self._state = "dead"
+            self._live.fail_all(EngineDead(f"the engine has failed: {error}"))
+            await self._steps.abandon()
+            self._scheduler.fail_all()
+
+    async def _log_stats(self) -> None:
+        """One line per interval while something happens (checklist N11)."""
+        before = self.stats()
+        interval_s = self.config.runtime.log_stats_interval_s
+        while True:
+            await asyncio.sleep(interval_s)
+            now = self.stats()
+            if now.num_steps != before.num_steps:
+                queries = now.prefix_queries_tokens - before.prefix_queries_tokens
+                hits = now.prefix_hit_tokens - before.prefix_hit_tokens
+                logger.info(
+                    "running %d, waiting %d, KV %.1f %%, %.1f tokens/s generated, prefix hits %s",
+                    now.num_running,
+                    now.num_waiting,
+                    100 * now.kv_cache_usage,
+                    (now.generation_tokens - before.generation_tokens) / interval_s,
+                    f"{100 * hits / queries:.0f} %" if queries else "none looked up",
+                )
+            before = now
+
+
+async def _run_in_thread(work: Callable[[], T]) -> T:
+    """Runs blocking work in a thread of its own, so that none stays behind in the loop's default pool."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    thread = threading.Thread(target=run, name="aioengine-start", daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        if future.done() and not future.cancelled():
+            thread.join()

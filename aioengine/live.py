@@ -1,0 +1,227 @@
+"""The requests that live: from admission until their last choice has ended.
+
+Puts prepared requests into the scheduler, settles completed steps (tokens -> scheduler -> text -> stream), and
+is the one place that aborts. Blocks belong to the scheduler, text to `outputs.py`; this joins the two and
+counts. Everything here runs on the event loop's thread. Called by `engine.py`; `settle()` by `loop.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aioengine.errors import ContextLengthExceeded, EngineError
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.intake import PreparedRequest
+from aioengine.metrics import EngineMetrics
+from aioengine.outputs import ChoiceOutput, RequestStream
+from aioengine.types import RequestTiming
+
+if TYPE_CHECKING:
+    from aioengine.fastcore.step_buffer import StepPlan
+    from aioengine.outputs import RowLogprobs
+    from aioengine.runner import StepResult
+    from aioengine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request with all its choices. `label` is the caller's name for it and need not be unique."""
+
+    label: str
+    stream: RequestStream
+    choices: list[LiveChoice] = field(default_factory=list)
+    num_open: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveChoice:
+    """One choice: what the scheduler knows of it, what its reader gets, and when tokens came."""
+
+    owner: LiveRequest
+    output: ChoiceOutput
+    request: Request = None  # type: ignore[assignment]  # set at once; the two refer to each other
+    is_open: bool = True
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+
+class LiveRequests:
+    """All live requests of one engine.
+
+    Args:
+        tokenizer: makes text of tokens; None leaves texts empty.
+        eos_token_ids: the model's own end tokens.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._live: dict[RequestStream, LiveRequest] = {}
+        self._num_added = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    async def wait_empty(self) -> None:
+        """Waits until no request lives."""
+        await self._empty.wait()
+
+    def add(
+        self, prepared: PreparedRequest, label: str, *, priority: int, cache_salt: str | None, arrived_s: float
+    ) -> RequestStream:
+        """Queues a request and returns the stream of its outputs.
+
+        Raises:
+            ContextLengthExceeded: the KV pool can never hold it; nothing was queued.
+        """
+        params, prompt_ids = prepared.params, prepared.prompt_token_ids
+        stream = RequestStream(label, len(prepared.plans), self._closed_by_reader)
+        live = LiveRequest(label, stream)
+        for index, plan in enumerate(prepared.plans):
+            output = ChoiceOutput(
+                stream, index, self._tokenizer, params, prompt_ids, eos_token_ids=self._eos_token_ids
+            )
+            choice = LiveChoice(live, output)
+            self._num_added += 1
+            choice.request = Request(
+                f"{label}/{self._num_added}",
+                prompt_ids,
+                max_tokens=prepared.max_tokens,
+                min_tokens=params.min_tokens,
+                eos_token_ids=self._eos_token_ids,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=params.ignore_eos,
+                priority=priority,
+                arrival_s=arrived_s,
+                cache_salt=cache_salt.encode() if cache_salt else b"",
+                wants_prompt_logits=params.prompt_logprobs is not None,
+                sampling=plan,
+                stream=choice,
+            )
+            live.choices.append(choice)
+        try:
+            for choice in live.choices:
+                self._scheduler.add(choice.request)
+        except ValueError as error:  # equal prompts: the first one raises or none does
+            raise ContextLengthExceeded(str(error), param="prompt") from None
+        live.num_open = len(live.choices)
+        self._live[stream] = live
+        self._empty.clear()
+        self._metrics.requests_received += 1
+        self._metrics.prompt_tokens += len(prompt_ids)
+        return stream
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        """Books a completed step: new tokens into requests, texts and streams; ends what is finished."""
+        now_s = time.monotonic()
+        if result.prompt_logprobs:
+            self._book_prompt_logprobs(plan, result)
+        rows = _rows_by_request(plan, result) if result.logprobs else None
+        failed = {plan.requests[row]: why for row, why in (result.failures or {}).items()}
+        for request in self._scheduler.update(plan, result.token_ids):
+            choice: LiveChoice = request.stream
+            if not choice.is_open:
+                continue
+            if request in failed:
+                self._fail_choice(choice, EngineError(failed[request]))
+                continue
+            output = choice.output
+            new_ids = request.output_ids_from(output.num_tokens)
+            if new_ids:
+                self._book_times(choice, len(new_ids), now_s)
+            reason = request.finish_reason
+            stop_text = output.push(new_ids, reason, request.stop_token_id, rows.get(request) if rows else None)
+            if stop_text is not None:
+                if reason is None:
+                    self._scheduler.finish(request, "stop")
+                reason = "stop"
+            if reason is not None:
+                self._end_choice(choice, reason, now_s)
+
+    def abort_label(self, label: str) -> int:
+        """Aborts every live request with this label; returns how many there were."""
+        found = [live for live in self._live.values() if live.label == label]
+        for live in found:
+            self._abort(live)
+        return len(found)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every live request with `error`, raised to its reader."""
+        for live in list(self._live.values()):
+            live.stream.fail(error)
+            self._abort(live, "error")
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _closed_by_reader(self, stream: RequestStream) -> None:
+        live = self._live.get(stream)
+        if live is not None:
+            self._abort(live)
+
+    def _abort(self, live: LiveRequest, reason: str = "abort") -> None:
+        now_s = time.monotonic()
+        for choice in live.choices:
+            if choice.is_open:
+                self._scheduler.finish(choice.request, reason)
+                self._end_choice(choice, reason, now_s)
+
+    def _fail_choice(self, choice: LiveChoice, error: EngineError) -> None:
+        choice.owner.stream.fail(error)
+        self._abort(choice.owner, "error")
+
+    def _end_choice(self, choice: LiveChoice, reason: str, now_s: float) -> None:
+        """The one place where a choice ends: exactly one final output, and the counters."""
+        request, live, metrics = choice.request, choice.owner, self._metrics
+        choice.is_open = False
+        timing = RequestTiming(request.arrival_s, request.scheduled_s, choice.first_token_s, now_s)
+        choice.output.finish(reason, num_cached_tokens=request.num_cached_tokens, timing=timing)
+        metrics.finished[choice.output.finish_reason or reason] += 1
+        metrics.request_latency.observe(now_s - request.arrival_s)
+        num_tokens = choice.output.num_tokens
+        if choice.first_token_s is not None and num_tokens > 1:
+            metrics.time_per_output_token.observe((choice.last_token_s - choice.first_token_s) / (num_tokens - 1))
+        live.num_open -= 1
+        if live.num_open == 0:
+            del self._live[live.stream]
+            if not self._live:
+                self._empty.set()
+
+    def _book_times(self, choice: LiveChoice, num_new: int, now_s: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens += num_new
+        if choice.first_token_s is None:
+            choice.first_token_s = now_s
+            request = choice.request
+            metrics.time_to_first_token.observe(now_s - request.arrival_s)
+            if request.scheduled_s is not None:
+                metrics.queue_time.observe(request.scheduled_s - request.arrival_s)
+        else:
+            metrics.inter_token_latency.observe(now_s - choice.last_token_s)
+        choice.last_token_s = now_s
+
+    def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for position, rows in (result.prompt_logprobs or {}).items():
+            request = plan.requests[position]
+            if request.stream.is_open:
+                # Row i of the chunk predicts the prompt token after it.
+                request.stream.output.push_prompt_logprobs(plan.num_computed(position) + 1, rows)
+
+
+def _rows_by_request(plan: StepPlan, result: StepResult) -> dict[Request, list[RowLogprobs]]:
+    assert result.logprobs is not None
+    return {plan.sample_requests[index]: [row] for index, row in result.logprobs.items()}

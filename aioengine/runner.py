@@ -1,0 +1,321 @@
+"""Runs steps: a plan goes in, a future of its results comes out.
+
+`Runner` is what the step loop sees of any device. `CpuRunner` runs steps one after another in one worker
+thread; a CUDA runner enqueues copies, graph replays and sampling on streams in `launch` itself and lets an
+eventfd resolve the same future, without a thread. Nothing here schedules or knows requests beyond the
+moment of launch: what a step needs of them is read then, on the loop's thread, because the worker runs later
+and must not look at objects that the scheduler changes meanwhile.
+
+Who calls what: the loop's thread calls `launch` and `close`; the worker thread alone touches the model, the
+sampler, the rows and the KV pool. Steps run in the order of their launches, so a step may be launched before
+the one before it has completed; tokens not known by then are -1 in its buffer and are filled in from the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aioengine.batch import HostRows, HostStep, PromptSpan, scored_rows
+from aioengine.device import Device, MemoryReport
+from aioengine.errors import EngineClosed, EngineDead
+from aioengine.layers.context import AttentionMetadata, StepContext
+from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
+
+if TYPE_CHECKING:
+    from aioengine.fastcore.step_buffer import StepPlan
+    from aioengine.models import Model
+
+__all__ = ["CpuRunner", "MemoryReport", "RowLogprobs", "Runner", "StepResult"]
+
+Ints = NDArray[np.int32]
+
+PROMPT_SLICE = 32
+"""Prompt positions whose logits are in memory at once."""
+
+FAILURES = {
+    NOT_FINITE: "the model's scores are not finite numbers",
+    NOTHING_ALLOWED: "the sampling constraints leave no token to choose",
+}
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced. Set by the runner, read by the step loop."""
+
+    token_ids: Ints
+    """[num_samples] in the order of `plan.sample_requests`."""
+    logprobs: dict[int, RowLogprobs] | None = None
+    """By sample index, of the rows that asked for them."""
+    prompt_logprobs: dict[int, list[RowLogprobs]] | None = None
+    """By position of the row in the plan: one entry per position of the chunk that has a next prompt token."""
+    failures: dict[int, str] | None = None
+    """By position of the row in the plan: why its request must end with an error; its tokens are worthless."""
+
+
+class Runner(Protocol):
+    """Runs the steps of one engine on one device."""
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Sizes of the weights and the KV pool."""
+
+    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Starts a step after those launched before and returns at once.
+
+        Called on the loop's thread, right after the plan was made; the future belongs to the running loop and
+        is resolved there. It fails with `EngineDead` if the device failed, in this step or an earlier one, and
+        with `EngineClosed` if the runner was closed first. The plan's buffer must stay as it is until then.
+        """
+
+    async def close(self) -> None:
+        """Ends the step that runs, fails those not begun, and gives memory and threads back. Idempotent."""
+
+
+@dataclass(slots=True)
+class _Join:
+    """A request that got its row in a step, as far as the sampler must know it."""
+
+    row: int
+    sampling: SamplingPlan
+    prompt_ids: Ints
+    output_ids: Ints
+
+
+@dataclass(slots=True)
+class _PromptTargets:
+    """Prompt tokens that a chunk's logits are scored against: its own, one further on."""
+
+    ids: Ints
+    count: int
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on its way to the worker."""
+
+    buffer: Ints
+    left_rows: list[int]
+    joins: list[_Join]
+    prompt_targets: dict[int, _PromptTargets]
+    done: asyncio.Future[StepResult]
+
+
+class CpuRunner:
+    """Runs steps in one worker thread, which ends with `close()`."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        kv_caches: Sequence[torch.Tensor],
+        memory: MemoryReport,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.memory = memory
+        self._device = device
+        max_blocks = -(-max_model_len // memory.block_size)
+        self._work: _StepWork | None = _StepWork(
+            model,
+            device,
+            kv_caches,
+            HostRows(max_num_seqs, max_blocks, memory.block_size),
+            Sampler(vocab_size, max_num_seqs),
+        )
+        self._queue: SimpleQueue[_Launched | None] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._ended: asyncio.Future[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="aioengine-cpu-runner", daemon=True)
+        self._start_single_threaded()
+
+    def _start_single_threaded(self) -> None:
+        """Starts the worker with torch's own parallelism off in it, and as it was everywhere else.
+
+        The native kernels use all cores; torch's threads would only spin against them. Torch keeps the number
+        per thread once a thread has used it, and one default for threads to come, which is restored here.
+        """
+        default = torch.get_num_threads()
+        self._has_started = threading.Event()
+        self._thread.start()
+        self._has_started.wait()
+        torch.set_num_threads(default)
+
+    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        if self._is_closed:
+            done.set_exception(EngineClosed("the runner is closed"))
+            return done
+        joins = []
+        for request in plan.joined:
+            ids, prompt_len = request.token_ids(), request.num_prompt_tokens
+            assert isinstance(request.sampling, SamplingPlan), request.sampling
+            joins.append(_Join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:]))
+        self._queue.put(_Launched(plan.buffer, list(plan.left_rows), joins, _prompt_targets(plan), done))
+        return done
+
+    def warm_up(self) -> None:
+        """Runs one token against the null block, so that the first request does not pay for first uses.
+
+        Called by the loader before the first launch.
+        """
+        assert self._work is not None
+        self._work.warm_up()
+
+    async def close(self) -> None:
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+            self._is_closed = True
+            self._queue.put(None)
+        await asyncio.shield(self._ended)
+        self._thread.join()
+        if self._work is not None:
+            self._work = None
+            self._device.close()
+
+    def _run(self) -> None:
+        """The worker thread."""
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # makes the number this thread's own
+        self._has_started.set()
+        with torch.no_grad():
+            while (launched := self._queue.get()) is not None:
+                self._run_one(launched)
+        assert self._ended is not None
+        _tell(self._ended.get_loop(), _set_result, self._ended, None)
+
+    def _run_one(self, launched: _Launched) -> None:
+        """Runs a step and resolves its future; the outermost frame of a device failure."""
+        loop, done = launched.done.get_loop(), launched.done
+        if self._is_closed:
+            _tell(loop, _set_exception, done, EngineClosed("the runner was closed before the step began"))
+            return
+        try:
+            if self._failure is not None:
+                raise self._failure
+            assert self._work is not None
+            result = self._work.run(launched)
+        except Exception as error:
+            self._failure = error
+            dead = EngineDead(f"the device failed while running a step: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            _tell(loop, _set_exception, done, dead)
+        else:
+            _tell(loop, _set_result, done, result)
+
+
+@dataclass(slots=True)
+class _StepWork:
+    """What the worker thread runs steps with; used by no other thread once steps are launched."""
+
+    model: Model
+    device: Device
+    kv_caches: Sequence[torch.Tensor]
+    rows: HostRows
+    sampler: Sampler
+    _hidden: torch.Tensor | None = field(default=None, init=False)
+
+    def run(self, launched: _Launched) -> StepResult:
+        for row in launched.left_rows:
+            self.sampler.leave(row)
+        for join in launched.joins:
+            self.sampler.join(join.row, join.sampling, join.prompt_ids, join.output_ids)
+        step = self.rows.unpack(launched.buffer)
+        ctx = StepContext(self.device.ops, step.attention, self.kv_caches)
+        hidden = self.model.forward(step.input_ids, step.positions, ctx)
+        result = self._sample(step, hidden, ctx)
+        if step.prompt_spans:
+            self._score_prompts(step.prompt_spans, launched.prompt_targets, hidden, ctx, result)
+        return result
+
+    def _sample(self, step: HostStep, hidden: torch.Tensor, ctx: StepContext) -> StepResult:
+        if not len(step.sample_rows):
+            return StepResult(np.empty(0, np.int32))
+        if len(step.sample_rows) != step.attention.num_tokens:  # else every token is sampled from, in order
+            hidden = hidden[torch.from_numpy(step.sample_tokens)]
+        logits = self.model.logits(hidden, ctx)
+        sampled = self.sampler.sample(logits, step.sample_rows, step.sample_num_outputs)
+        token_ids, status = sampled.packed.numpy()
+        self.rows.set_last_tokens(step.sample_rows, token_ids)
+        result = StepResult(token_ids)
+        if status.any():
+            result.failures = {
+                int(step.sample_plan_rows[i]): FAILURES[int(status[i])] for i in np.flatnonzero(status != OK)
+            }
+        if sampled.logprobs is not None:
+            found = sampled.logprobs.resolve()
+            result.logprobs = {key: value for key, value in found.items() if value is not None}
+        return result
+
+    def _score_prompts(
+        self,
+        spans: Sequence[PromptSpan],
+        targets: dict[int, _PromptTargets],
+        hidden: torch.Tensor,
+        ctx: StepContext,
+        result: StepResult,
+    ) -> None:
+        """Log-probabilities of prompt tokens, a slice of positions at a time."""
+        result.prompt_logprobs = {}
+        for span in spans:
+            target = targets[span.plan_row]
+            entries: list[RowLogprobs] = []
+            for start in range(0, len(target.ids), PROMPT_SLICE):
+                ids = target.ids[start : start + PROMPT_SLICE]
+                rows = hidden[span.start + start : span.start + start + len(ids)]
+                pending = self.sampler.prompt_logprobs(self.model.logits(rows, ctx), ids, target.count)
+                for entry in pending.resolve().values():
+                    if entry is None:
+                        result.failures = (result.failures or {}) | {span.plan_row: FAILURES[NOT_FINITE]}
+                    else:
+                        entries.append(entry)
+            result.prompt_logprobs[span.plan_row] = entries
+
+    def warm_up(self) -> None:
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        meta = AttentionMetadata(ints(0, 1), ints(1), ints(0)[None], ints(-1), 1, 1, 1, 1)
+        ctx = StepContext(self.device.ops, meta, self.kv_caches)
+        with torch.no_grad():
+            self.model.logits(self.model.forward(ints(0), ints(0), ctx), ctx)
+
+
+def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:
+    """For each row of the plan that scores its prompt: the prompt tokens its chunk predicts."""
+    found: dict[int, _PromptTargets] = {}
+    for i, computed, num_new in scored_rows(plan.buffer):
+        request = plan.requests[i]
+        first = computed + 1
+        end = min(first + num_new, request.num_prompt_tokens)
+        count = request.sampling.params.prompt_logprobs
+        assert count is not None
+        found[i] = _PromptTargets(request.token_ids()[first:end], count)
+    return found
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: object, *args: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+        loop.call_soon_threadsafe(call, *args)
+
+
+def _set_result(future: asyncio.Future[object], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[object], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

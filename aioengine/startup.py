@@ -1,0 +1,168 @@
+"""From a configuration to loaded parts: files, tokenizer, weights, KV pool, scheduler.
+
+Runs in a thread, because reading and packing weights would block the loop for seconds. Every stage is timed;
+the breakdown is printed at start and shown by `aioengine info`. Called by `engine.py` only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioengine.chat import compile_template
+from aioengine.checkpoint import Checkpoint, ModelSpec, open_checkpoint
+from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
+from aioengine.errors import InvalidConfig, ModelLoadError
+from aioengine.model_source import resolve_model
+from aioengine.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from aioengine.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds per stage of the start, in order."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to the stage `name`."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - begun
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.stages.items())
+        return f"{parts}, in all {sum(self.stages.values()):.2f} s"
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of, loaded and ready to run."""
+
+    spec: ModelSpec
+    resolved: ResolvedConfig
+    served_name: str
+    tokenizer: Tokenizer | None
+    chat_templates: Mapping[str, str]
+    generation_defaults: Mapping[str, object]
+    eos_token_ids: tuple[int, ...]
+    runner: Runner
+    num_blocks: int
+    timings: Timings
+
+
+def load_parts(config: EngineConfig, on_stage: Callable[[str], None] = lambda _: None) -> Parts:
+    """Loads everything; blocking.
+
+    Raises:
+        InvalidConfig, ModelNotFound, ModelLoadError: with a sentence that says what to do.
+    """
+    timings = Timings()
+    on_stage("locating the model")
+    with timings.stage("locate"):
+        files = resolve_model(config.model)
+    on_stage("reading the checkpoint")
+    with timings.stage("open"):
+        checkpoint = open_checkpoint(files, config.model)
+    with timings.stage("tokenizer"):
+        source = checkpoint.tokenizer_source
+        tokenizer = load_tokenizer(source) if source is not None else None
+        chat_templates = _chat_templates(config, checkpoint)
+    with timings.stage("torch"):
+        import torch
+    resolved = resolve(
+        config,
+        model_max_len=checkpoint.config.context_length,
+        model_dtype=checkpoint.config.dtype,
+        cuda_available=torch.cuda.is_available(),
+        num_cores=usable_cores(),
+    )
+    from aioengine.device import create_device  # these need torch, whose import is timed on its own
+    from aioengine.loader import load_model, make_runner
+
+    on_stage("loading the weights")
+    device = create_device(resolved)
+    try:
+        resolved = fit_context(config, resolved, checkpoint.config, device.available_bytes())
+        loaded = load_model(checkpoint, resolved, device)
+        timings.stages.update(loaded.timings_s)
+        with timings.stage("pool and warm-up"):
+            runner = make_runner(loaded, resolved, config.cache, device)
+    except BaseException:
+        device.close()
+        raise
+    return Parts(
+        spec=checkpoint.config,
+        resolved=resolved,
+        served_name=config.model.served_model_name or checkpoint.config.name,
+        tokenizer=tokenizer,
+        chat_templates=chat_templates,
+        generation_defaults=checkpoint.generation_defaults,
+        eos_token_ids=_end_tokens(checkpoint.config, tokenizer),
+        runner=runner,
+        num_blocks=runner.memory.num_blocks,
+        timings=timings,
+    )
+
+
+def fit_context(
+    config: EngineConfig, resolved: ResolvedConfig, spec: ModelSpec, available_bytes: int
+) -> ResolvedConfig:
+    """The configuration with `max_model_len` lowered to what the KV pool holds, unless it was asked for.
+
+    Raises:
+        InvalidConfig: it was asked for and does not fit.
+    """
+    from aioengine.device import cpu_num_blocks
+
+    num_tokens = (cpu_num_blocks(spec, resolved, config.cache, available_bytes) - 1) * resolved.block_size
+    if num_tokens >= resolved.max_model_len:
+        return resolved
+    if config.model.max_model_len is not None:
+        raise InvalidConfig(
+            f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; "
+            "lower --max-model-len or raise --kv-cache-memory-bytes",
+            param="max_model_len",
+        )
+    logger.warning(
+        "the KV pool holds %d tokens, so max_model_len is %d instead of the model's %d; "
+        "--kv-cache-memory-bytes makes the pool larger",
+        num_tokens,
+        num_tokens,
+        resolved.max_model_len,
+    )
+    return dataclasses.replace(resolved, max_model_len=num_tokens)
+
+
+def _end_tokens(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every token that ends an answer, by the checkpoint and by its tokenizer."""
+    own = tokenizer.eos_token_ids if tokenizer is not None else ()
+    return tuple(i for i in dict.fromkeys((*spec.eos_token_ids, *own)) if i < spec.vocab_size)
+
+
+def _chat_templates(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """The model's templates, or the one of --chat-template."""
+    if config.model.chat_template is None:
+        return checkpoint.chat_templates
+    path = Path(config.model.chat_template)
+    try:
+        template = path.read_text(encoding="utf-8")
+        compile_template(template)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"cannot read the chat template {path}: {error}", param="chat_template") from None
+    except ModelLoadError as error:
+        raise InvalidConfig(f"{path}: {error}", param="chat_template") from None
+    return {"default": template}
