@@ -10,6 +10,7 @@ Who runs the request is not known here: closing a stream early calls `on_close`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
@@ -81,6 +82,10 @@ class StreamedOutput(RequestOutput):
             self.token_ids = self._choice._token_ids[: self._num_tokens]
             return self.token_ids
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles are plain records."""
+        return RequestOutput, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class ChoiceOutput:
@@ -212,9 +217,11 @@ class ChoiceOutput:
 
         A stop text that was found makes the reason "stop". When the last choice ends, its output also gets
         `usage`; by default that counts this stream's prompt once and the tokens of all its choices.
-        Ending a choice twice does nothing.
+        Ending a choice twice does nothing, and so does ending it after `stream.fail()`: then the error is
+        what the reader gets in place of a last output.
         """
-        if self.finish_reason is not None:
+        stream = self._stream
+        if self.finish_reason is not None or stream._error is not None:
             return
         text = self._text
         if text is not None and text.stop_index >= 0:
@@ -229,7 +236,6 @@ class ChoiceOutput:
                 text.finish()
         self.num_cached_tokens = num_cached_tokens
         self._timing = timing
-        stream = self._stream
         stream._num_unfinished -= 1
         if stream._num_unfinished == 0:
             stream._usage = usage or stream._count_usage()

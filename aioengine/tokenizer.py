@@ -4,7 +4,7 @@
 `gguf_tokenizer.py`, and adds what the engine needs: exact bytes of every token, an incremental decoder
 (`text_stream`), one rule about BOS, and errors that blame the request. Encoding and decoding are thread safe
 and are called from worker threads when long; a `TextStream` belongs to one thread.
-Chat templates are only found here; `chat.py` renders them.
+Chat templates are not its business: `checkpoint.py` finds them, `chat.py` renders them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Tokenizer:
         eos_token_ids: Sequence[int] | None = None,
         add_bos: bool | None = None,
         add_eos: bool = False,
-        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         """`named_tokens` has the texts of `bos_token`, `eos_token` and so on; `eos_token_ids` adds end tokens
         to the one named there. With `add_bos=None` the backend's own post-processor adds special tokens,
@@ -50,8 +49,6 @@ class Tokenizer:
         self._literal_lock = threading.Lock()
         self.named_tokens: Mapping[str, str] = dict(named_tokens or {})
         """Texts of the tokens with a role; chat templates see them under these names."""
-        self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
-        """Jinja templates by name; the main one is "default"."""
         self.bos_token_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys(([] if eos is None else [eos]) + list(eos_token_ids or ())))
@@ -82,11 +79,6 @@ class Tokenizer:
     def uses_table(self) -> bool:
         """Whether text is decoded from a table of bytes (fast) or by the library (slow)."""
         return self._vocabulary is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """The model's main chat template."""
-        return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -186,7 +178,6 @@ def _from_gguf(source: GgufTokenizer) -> Tokenizer:
         eos_token_ids=[] if source.eot_token_id is None else [source.eot_token_id],
         add_bos=adds_bos(source),
         add_eos=bool(source.add_eos_token),
-        chat_templates={"default": source.chat_template} if source.chat_template else None,
     )
 
 
@@ -207,7 +198,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         text = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(text, str) and backend.token_to_id(text) is not None:
             named_tokens[name] = text
-    tokenizer = Tokenizer(backend, named_tokens=named_tokens, chat_templates=_find_templates(folder, config))
+    tokenizer = Tokenizer(backend, named_tokens=named_tokens)
     wanted = config.get("add_bos_token")
     if isinstance(wanted, bool) and tokenizer.bos_token_id is not None:
         is_added = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
@@ -241,25 +232,6 @@ def _read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object")
     return value
-
-
-def _find_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name: files of their own come before those in tokenizer_config.json."""
-    templates = {}
-    value = config.get("chat_template")
-    if isinstance(value, str):
-        templates["default"] = value
-    elif isinstance(value, list):
-        for entry in value:
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("template"), str):
-                raise ModelLoadError(f"{folder / 'tokenizer_config.json'}: chat_template has a broken entry")
-            templates[str(entry.get("name"))] = str(entry["template"])
-    files = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
-    for path in files:
-        if path.is_file():
-            name = "default" if path.parent == folder else path.stem
-            templates[name] = path.read_text(encoding="utf-8")
-    return templates
 
 
 def _check_text(text: str) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import enum
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from aioengine.chat import compile_template, normalize_messages, render_chat
 from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.gguf import gguf_chat_templates, gguf_tokenizer
+from aioengine.gguf_format import read_gguf_file
+from aioengine.gguf_tokenizer import make_backend
+from aioengine.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -281,3 +287,31 @@ def test_strftime_now_formats_a_date() -> None:
 
 def test_template_variables_that_are_not_given_are_undefined() -> None:
     assert render_chat([{"role": "user", "content": "x"}], "{{ tools is none }}{{ bos_token }}!") == "True!"
+
+
+@pytest.mark.slow
+def test_smollm2_prompts_equal_transformers_in_text_and_ids(smollm2_path: Path) -> None:
+    file = read_gguf_file(smollm2_path)
+    source = gguf_tokenizer(file)
+    assert source is not None
+    template = gguf_chat_templates(file)["default"]
+    reference_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_backend(source), chat_template=template, bos_token="<|im_start|>"
+    )
+    tokenizer = load_tokenizer(source)
+    chats = [
+        [{"role": "user", "content": "Wie geht's? 123"}],
+        [{"role": "system", "content": "Täglich"}, {"role": "user", "content": " a\n\n b "}],
+        [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "<|im_end|>"},
+        ],
+    ]
+    for messages in chats:
+        text = render_chat(messages, template, named_tokens=tokenizer.named_tokens)
+        options = {"add_generation_prompt": True}
+        assert text == reference_tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == reference_tokenizer.apply_chat_template(messages, return_dict=False, **options)
+        assert ids == tokenizer.encode(text), "a second BOS"
