@@ -392,13 +392,14 @@ def test_gguf_metadata_that_would_give_wrong_ids_is_refused(changes: dict[str, o
 
 
 def sentencepiece_gguf(**changes: object) -> GgufTokenizer:
-    pieces = ["▁a", "ab", "▁ab", "bc", "▁", "a", "b", "c", "é", "▁▁"]
+    scores = {"▁▁": -9, "bc": -3, "▁ab": -2, "ab": -1, "▁a": 0, "▁": -4, "a": -5, "b": -6, "c": -7, "é": -8}
+    pieces = list(scores)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "[INST]", "ba"]
     source = GgufTokenizer(
         model="llama",
         pre="default",
         tokens=tokens,
-        scores=[0.0] * 259 + [-float(i) for i in range(len(pieces))] + [0.0, 0.0],
+        scores=[0.0] * 259 + [float(scores[piece]) for piece in pieces] + [0.0, 0.0],
         token_types=[2, 3, 3] + [6] * 256 + [1] * len(pieces) + [4, 3],
         merges=[],
         bos_token_id=1,
