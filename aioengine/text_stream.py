@@ -168,7 +168,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
 
 def _is_sentencepiece(steps: list[dict[str, object]]) -> bool:
     """Whether the decoder turns ▁ into a space and byte tokens into bytes, and strips one space at most."""
-    known = {
+    known: dict[str, dict[str, object]] = {
         "Replace": {"pattern": {"String": "▁"}, "content": " "},
         "ByteFallback": {},
         "Fuse": {},
@@ -176,7 +176,7 @@ def _is_sentencepiece(steps: list[dict[str, object]]) -> bool:
     }
     kinds = [str(step["type"]) for step in steps]
     return "Replace" in kinds and all(
-        step == {"type": step["type"], **known.get(kind, {"?": 0})}
+        kind in known and step == {"type": kind, **known[kind]}
         for kind, step in zip(kinds, steps, strict=True)
     )
 

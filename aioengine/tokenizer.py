@@ -94,7 +94,8 @@ class Tokenizer:
         backend = self._backend if allow_special else self._without_specials()
         ids: list[int]
         if not add_special_tokens:
-            return backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            ids = backend.encode(text, add_special_tokens=False).ids
+            return ids
         if self._prefix is None:
             ids = backend.encode(text, add_special_tokens=True).ids
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
@@ -35,6 +34,20 @@ def vocabulary(
 
 def every_byte() -> Vocabulary:
     return vocabulary([bytes([byte]) for byte in range(256)])
+
+
+def without_unfinished(data: bytes) -> bytes:
+    """The data without the beginning of a character at its end."""
+    ends = [bytes([byte, 0x80, 0x80][:length]) for byte in (0x80, 0x90, 0xA0) for length in (1, 2, 3)]
+    for num_held in (3, 2, 1):
+        begun = data[len(data) - num_held :] if num_held <= len(data) else b""
+        if begun and any(is_one_character(begun + end) for end in ends):
+            return data[: len(data) - num_held]
+    return data
+
+
+def is_one_character(data: bytes) -> bool:
+    return len(data.decode(errors="replace")) == 1 and data.decode(errors="ignore") != ""
 
 
 def compositions(text: bytes) -> Iterator[list[bytes]]:
@@ -86,20 +99,22 @@ def check_stops(
     assert taken + stream.take() == expected == stream.text
 
 
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(data=st.binary(max_size=40), seed=st.integers(0, 1000))
 def test_any_bytes_in_any_split_decode_as_python_does(data: bytes, seed: int) -> None:
     draw = random.Random(seed)
     stream = TextStream(every_byte())
-    python = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    left = data
+    left, seen = data, b""
     taken = ""
     while left:
         size = draw.randint(1, 4)
         piece, left = left[:size], left[size:]
         assert stream.push(list(piece)) == len(piece)
-        delta = stream.take()
-        assert delta == python.decode(piece), "a character was sent late or early"
-        taken += delta
+        taken += stream.take()
+        seen += piece
+        assert taken == without_unfinished(seen).decode(errors="replace"), (
+            "a character was sent late or early"
+        )
     stream.finish()
     taken += stream.take()
     assert taken == stream.text == data.decode(errors="replace") == every_byte().decode(list(data))
@@ -169,6 +184,7 @@ def test_stop_texts_in_all_chunkings_of_all_short_texts(stops: list[str]) -> Non
                 check_stops(pieces, stops)
 
 
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(
     text=st.text("abc", min_size=1, max_size=14),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
@@ -184,6 +200,7 @@ def test_stop_texts_with_min_tokens_and_inclusion(
     check_stops(pieces, stops, min_tokens=min_tokens, include=include)
 
 
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(
     text=st.text("é你🙂x", min_size=1, max_size=8),
     stops=st.lists(st.text("é你🙂x", min_size=1, max_size=3), min_size=1, max_size=3, unique=True),
