@@ -68,9 +68,7 @@ class HostRows:
         num_rows, num_tokens = header[layout.NUM_ROWS], header[layout.NUM_TOKENS]
         rows = _section(buffer, header[layout.OFF_ROWS], num_rows, layout.ROW_WORDS)
         tokens = buffer[header[layout.OFF_TOKENS] :][:num_tokens]
-        updates = _section(
-            buffer, header[layout.OFF_BLOCKS], header[layout.NUM_BLOCK_UPDATES], layout.BLOCK_WORDS
-        )
+        updates = _section(buffer, header[layout.OFF_BLOCKS], header[layout.NUM_BLOCK_UPDATES], layout.BLOCK_WORDS)
         if len(updates):
             self._block_table[updates[:, 0], updates[:, 1]] = updates[:, 2]
 

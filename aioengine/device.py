@@ -17,6 +17,7 @@ import torch
 
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import InvalidConfig
+from aioengine.fastcore import native
 from aioengine.layers.ops import Ops
 from aioengine.layers.ops_cpu import CpuOps
 from aioengine.model_spec import ModelSpec
@@ -76,9 +77,10 @@ class CpuDevice:
         for option, value in (("dtype", resolved.dtype), ("kv_cache_dtype", resolved.kv_cache_dtype)):
             if value != "float32":
                 raise InvalidConfig(
-                    f"{option}={value} is not available on a CPU, which computes in float32; use {option}=auto",
+                    f"{option}={value} is not available on a CPU, which computes in float32; use auto",
                     param=option,
                 )
+        native.set_num_threads(resolved.num_threads)
         self._ops = ops if ops is not None else CpuOps()
 
     @property
@@ -103,9 +105,7 @@ def create_device(resolved: ResolvedConfig) -> Device:
         InvalidConfig: it is not available in this build, or cannot do what the configuration asks.
     """
     if resolved.device != "cpu":
-        raise InvalidConfig(
-            f"device={resolved.device} is not supported yet; use --device cpu", param="device"
-        )
+        raise InvalidConfig(f"device={resolved.device} is not supported; use --device cpu", param="device")
     return CpuDevice(resolved)
 
 
@@ -114,9 +114,7 @@ def kv_bytes_per_token(spec: ModelSpec, itemsize: int) -> int:
     return spec.num_layers * spec.num_kv_heads * 2 * spec.head_dim * itemsize
 
 
-def cpu_num_blocks(
-    spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int
-) -> int:
+def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int) -> int:
     """How many KV blocks a CPU gets: as asked for, else 512 MiB or one full context within 40 % of memory.
 
     Raises:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from aioengine.checkpoint import Checkpoint, ModelSpec, tensor_shapes
 from aioengine.config import CacheConfig, ResolvedConfig
-from aioengine.device import Device, MemoryReport, cpu_num_blocks, create_device, kv_bytes_per_token
+from aioengine.device import Device, MemoryReport, cpu_num_blocks, kv_bytes_per_token
 from aioengine.layers.rotary import cos_sin_table
 from aioengine.models import Model, model_class
-from aioengine.runner import CpuRunner, Runner
+from aioengine.runner import CpuRunner
 from aioengine.weights import load_weights
 
 Progress = Callable[[int, int], None]
@@ -64,17 +64,13 @@ def load_model(
         )
     )
     made_table = time.perf_counter()
-    weights = load_weights(
-        checkpoint.weights(), family.weight_slots(spec), tensor_shapes(spec), device.ops, on_bytes
-    )
+    weights = load_weights(checkpoint.weights(), family.weight_slots(spec), tensor_shapes(spec), device.ops, on_bytes)
     model = family(spec, weights, cos_sin)
     timings_s = {"rotary": made_table - begun, "weights": time.perf_counter() - made_table}
     return LoadedModel(model, spec, weights.nbytes + cos_sin.nbytes, timings_s)
 
 
-def make_runner(
-    loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfig, device: Device
-) -> CpuRunner:
+def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfig, device: Device) -> CpuRunner:
     """Allocates the KV pool and starts the runner, which then owns the device.
 
     Raises:
@@ -101,21 +97,3 @@ def make_runner(
     )
     runner.warm_up()
     return runner
-
-
-def load_runner(
-    checkpoint: Checkpoint,
-    resolved: ResolvedConfig,
-    cache: CacheConfig,
-    progress: Progress = lambda done, total: None,
-) -> tuple[Runner, dict[str, float]]:
-    """Everything above in one call; also returns the seconds per stage."""
-    device = create_device(resolved)
-    try:
-        loaded = load_model(checkpoint, resolved, device, progress)
-        begun = time.perf_counter()
-        runner = make_runner(loaded, resolved, cache, device)
-    except BaseException:
-        device.close()
-        raise
-    return runner, {**loaded.timings_s, "pool and warm-up": time.perf_counter() - begun}

@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -57,9 +57,9 @@ class StepResult:
     logprobs: dict[int, RowLogprobs] | None = None
     """By sample index, of the rows that asked for them."""
     prompt_logprobs: dict[int, list[RowLogprobs]] | None = None
-    """By position of the row in the plan: one entry per position of the chunk that has a next prompt token."""
+    """By plan row: one entry per position of the chunk that predicts a prompt token."""
     failures: dict[int, str] | None = None
-    """By position of the row in the plan: why its request must end with an error; its tokens are worthless."""
+    """By position of the row in the plan: why its request must end with an error; its tokens mean nothing."""
 
 
 class Runner(Protocol):
@@ -73,7 +73,7 @@ class Runner(Protocol):
         """Starts a step after those launched before and returns at once.
 
         Called on the loop's thread, right after the plan was made; the future belongs to the running loop and
-        is resolved there. It fails with `EngineDead` if the device failed, in this step or an earlier one, and
+        is resolved there. It fails with `EngineDead` if the device failed in this step or an earlier one, and
         with `EngineClosed` if the runner was closed first. The plan's buffer must stay as it is until then.
         """
 
@@ -225,7 +225,6 @@ class _StepWork:
     kv_caches: Sequence[torch.Tensor]
     rows: HostRows
     sampler: Sampler
-    _hidden: torch.Tensor | None = field(default=None, init=False)
 
     def run(self, launched: _Launched) -> StepResult:
         for row in launched.left_rows:
@@ -300,22 +299,23 @@ def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:
         request = plan.requests[i]
         first = computed + 1
         end = min(first + num_new, request.num_prompt_tokens)
+        assert isinstance(request.sampling, SamplingPlan), request.sampling
         count = request.sampling.params.prompt_logprobs
         assert count is not None
         found[i] = _PromptTargets(request.token_ids()[first:end], count)
     return found
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: object, *args: object) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
         loop.call_soon_threadsafe(call, *args)
 
 
-def _set_result(future: asyncio.Future[object], result: object) -> None:
+def _set_result(future: asyncio.Future[Any], result: object) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _set_exception(future: asyncio.Future[object], error: BaseException) -> None:
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -104,9 +104,7 @@ def load_weights(
     if missing:
         raise ModelLoadError(f"the checkpoint lacks {_listed(missing)}")
     if left_over:
-        raise ModelLoadError(
-            f"the checkpoint has tensors that this architecture does not use: {_listed(left_over)}"
-        )
+        raise ModelLoadError(f"the checkpoint has tensors that its architecture has no use for: {_listed(left_over)}")
     return loaded
 
 

@@ -43,7 +43,7 @@ class Ops(Protocol):
     # ---- weights: called once, while loading ------------------------------------------------------------
 
     def pack(self, parts: Sequence[RawTensor], biases: Sequence[RawTensor]) -> Weight:
-        """One weight from matrices stacked along their outputs, in this order; `biases` is as long, or empty."""
+        """One weight from matrices stacked along their outputs, in this order; `biases` likewise or empty."""
 
     def vector(self, raw: RawTensor) -> torch.Tensor:
         """A norm's weight, in the type the operations want."""

@@ -1,4 +1,4 @@
-"""Operations in plain torch, from the kernels' references: the oracle of the tests, and a path for any device.
+"""Operations in plain torch, from the kernels' references: the oracle of tests, and a path for any device.
 
 Weights are float tensors, dequantized when they are packed; results are new tensors. Slow and simple on
 purpose.

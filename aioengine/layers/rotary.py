@@ -84,9 +84,7 @@ class _Values:
     def numbers(self, name: str, length: int) -> torch.Tensor:
         value = self._scaling.get(name)
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != length:
-            raise ModelLoadError(
-                f"rotary scaling {self._rope_type!r}: {name} must be a list of {length} numbers"
-            )
+            raise ModelLoadError(f"rotary scaling {self._rope_type!r}: {name} must be a list of {length} numbers")
         return torch.tensor([float(v) for v in value], dtype=torch.float32)
 
 

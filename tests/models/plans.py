@@ -1,0 +1,129 @@
+"""Hand-made step plans: what the scheduler would pack, with the chunks, blocks and rows that a test wants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.fastcore.step_buffer import VERSION
+from aioengine.kernels import step as layout
+from aioengine.sampling_plan import compile_sampling
+from aioengine.types import SamplingParams
+
+SAMPLE, PROMPT_LOGITS, JOINED = 1, 2, 4
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """The attributes of a request that a runner reads."""
+
+    prompt: list[int]
+    sampling: object
+    outputs: list[int] = field(default_factory=list)
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_sent_blocks: int = 0
+    num_computed: int = 0
+    num_in_flight: int = 0
+    scores_prompt: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def token_ids(self) -> NDArray[np.int32]:
+        return np.array(self.prompt + self.outputs, np.int32)
+
+
+@dataclass
+class FakePlan:
+    buffer: NDArray[np.int32]
+    requests: list[FakeRequest]
+    sample_requests: list[FakeRequest]
+    joined: list[FakeRequest]
+    left_rows: list[int]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_requests)
+
+
+class Planner:
+    """Packs plans; blocks are handed out in a shuffled order, rows lowest first."""
+
+    def __init__(
+        self, *, vocab_size: int, block_size: int, num_blocks: int, max_num_seqs: int = 8, seed: int = 0
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.free_blocks = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.left_rows: list[int] = []
+        self.step_id = 0
+
+    def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> FakeRequest:
+        params = params or SamplingParams(temperature=0.0)
+        plan = compile_sampling(params, None, self.vocab_size, (), 0, 0)
+        return FakeRequest(list(prompt), plan, scores_prompt=params.prompt_logprobs is not None)
+
+    def plan(self, chunks: Mapping[FakeRequest, int]) -> FakePlan:
+        """A step in which each request computes this many of its tokens, in this order."""
+        rows, tokens, updates, joined, samples = [], [], [], [], []
+        for request, num_new in chunks.items():
+            flags = 0
+            if request.row < 0:
+                request.row = self.free_rows.pop()
+                request.num_sent_blocks = 0
+                joined.append(request)
+                flags |= JOINED
+            known = request.prompt + request.outputs + [-1] * request.num_in_flight
+            start, end = request.num_computed, request.num_computed + num_new
+            assert end <= len(known)
+            while len(request.blocks) * self.block_size < end:
+                request.blocks.append(self.free_blocks.pop())
+            for i in range(request.num_sent_blocks, len(request.blocks)):
+                updates.append((request.row, i, request.blocks[i]))
+            request.num_sent_blocks = len(request.blocks)
+            num_outputs = len(request.outputs) + request.num_in_flight
+            sample_index = -1
+            if end == len(known):
+                flags |= SAMPLE
+                sample_index = len(samples)
+                samples.append(request)
+                request.num_in_flight += 1
+            if request.scores_prompt and start < len(request.prompt):
+                flags |= PROMPT_LOGITS
+            rows.append((request.row, len(tokens), num_new, start, flags, sample_index, num_outputs, 0))
+            tokens += known[start:end]
+            request.num_computed = end
+        header = [0] * layout.HEADER_WORDS
+        header[layout.VERSION], header[layout.STEP_ID] = VERSION, self.step_id
+        header[layout.NUM_ROWS], header[layout.NUM_TOKENS] = len(rows), len(tokens)
+        header[layout.NUM_SAMPLES], header[layout.NUM_BLOCK_UPDATES] = len(samples), len(updates)
+        words = [header, *rows]
+        header[layout.OFF_ROWS] = layout.HEADER_WORDS
+        header[layout.OFF_TOKENS] = layout.HEADER_WORDS + layout.ROW_WORDS * len(rows)
+        header[layout.OFF_BLOCKS] = header[layout.OFF_TOKENS] + len(tokens)
+        words += [tokens, *updates]
+        header[layout.TOTAL_WORDS] = sum(map(len, words))
+        buffer = np.array([word for part in words for word in part], np.int32)
+        left_rows, self.left_rows = self.left_rows, []
+        self.step_id += 1
+        return FakePlan(buffer, list(chunks), samples, joined, left_rows)
+
+    def update(self, plan: FakePlan, token_ids: Sequence[int]) -> None:
+        for request, token_id in zip(plan.sample_requests, token_ids, strict=True):
+            request.num_in_flight -= 1
+            request.outputs.append(int(token_id))
+
+    def leave(self, request: FakeRequest) -> None:
+        """Takes row and blocks back; a request that joins again computes everything anew."""
+        self.left_rows.append(request.row)
+        self.free_rows.append(request.row)
+        self.free_blocks += request.blocks
+        request.row, request.blocks, request.num_computed = -1, [], 0

@@ -1,0 +1,137 @@
+"""Tiny random checkpoints of each family, made with transformers, and how our models run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from aioengine.batch import HostRows
+from aioengine.checkpoint import load_checkpoint
+from aioengine.config import EngineConfig, ResolvedConfig, resolve
+from aioengine.device import CpuDevice
+from aioengine.layers.context import StepContext
+from aioengine.layers.ops import Ops
+from aioengine.loader import LoadedModel, load_model
+
+from .plans import FakeRequest, Planner
+
+VOCAB = 97
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama3-scaling": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-wide-heads": ("Llama", {"head_dim": 32}),
+    "mistral-window": ("Mistral", {"sliding_window": 11}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(family: str, folder: Path) -> PreTrainedModel:
+    """A random model of the family, saved to `folder`; weights are large enough to tell mistakes apart."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        bos_token_id=2,
+        **{"tie_word_embeddings": False, **options},
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, which are made as ones and zeros
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def resolve_for(model: str, num_positions: int, **options: object) -> tuple[EngineConfig, ResolvedConfig]:
+    """A configuration of a CPU engine."""
+    config = EngineConfig(model=model, device="cpu", **options)
+    resolved = resolve(config, model_max_len=num_positions, model_dtype="float32", cuda_available=False, num_cores=2)
+    return config, resolved
+
+
+@dataclass
+class PagedModel:
+    """Our model over a paged cache, driven chunk by chunk without a runner."""
+
+    loaded: LoadedModel
+    ops: Ops
+    block_size: int
+    num_blocks: int = 64
+
+    def __post_init__(self) -> None:
+        spec = self.loaded.spec
+        shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, self.block_size, 2 * spec.head_dim)
+        self.kv_caches = list(torch.full(shape, float("nan")).unbind(0))  # old bytes must not matter (INV-26)
+        self.rows = HostRows(8, self.num_blocks, self.block_size)
+        self.planner = Planner(vocab_size=spec.vocab_size, block_size=self.block_size, num_blocks=self.num_blocks)
+
+    def run(self, chunks: dict[FakeRequest, int]) -> torch.Tensor:
+        """Logits of all tokens of a step."""
+        step = self.rows.unpack(self.planner.plan(chunks).buffer)
+        ctx = StepContext(self.ops, step.attention, self.kv_caches)
+        with torch.no_grad():
+            hidden = self.loaded.model.forward(step.input_ids, step.positions, ctx)
+            return self.loaded.model.logits(hidden, ctx).clone()
+
+    def greedy(self, request: FakeRequest, num_tokens: int) -> list[int]:
+        """Greedy continuation of a request whose known tokens are all computed but the last."""
+        for _ in range(num_tokens):
+            logits = self.run({request: len(request.prompt) + len(request.outputs) - request.num_computed})
+            request.num_in_flight = 0
+            request.outputs.append(int(logits[-1].argmax()))
+        return request.outputs
+
+
+def load_paged(folder: Path, ops: Ops, block_size: int) -> PagedModel:
+    config, resolved = resolve_for(str(folder), 256)
+    loaded = load_model(load_checkpoint(config.model), resolved, CpuDevice(resolved, ops))
+    return PagedModel(loaded, ops, block_size)
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, VOCAB, length)]
