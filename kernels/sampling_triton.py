@@ -1,0 +1,401 @@
+"""Sampling on the GPU without a sort, with the results of the references in `sampling.py`.
+
+    argmax            greedy choice of rows [S, V]: lowest id on ties, NaN counts as greatest
+    draw              the seeded Gumbel draw over the tokens at or above a threshold
+    filter_threshold  min-p, top-k and top-p as one threshold per row, by search over values
+    apply_penalties   repetition, frequency and presence, in place
+    token_logprobs    log-probability and rank of one token per row, in one pass
+
+Rows are cut over the device where one pass suffices, and owned by one program each where a search needs many
+passes (a row of 152k float32 logits stays in L2). Results never depend on the batch: sums inside a row have a
+fixed order, and no atomics are used. Called by `aioengine/sampler.py` on CUDA devices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+
+
+@jit
+def _sortable(x, index):
+    """int64 keys that order like (x, lower index first); x float32, NaN above everything."""
+    x = x + 0.0  # one zero instead of two
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@jit
+def _gumbel(seed, position, first, GROUPS: tl.constexpr):
+    """Noise of the tokens first .. first + 4 GROUPS (first a multiple of 4); see `sampling.py`."""
+    counter = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
+    zero = tl.zeros([GROUPS], tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3)).reshape([4 * GROUPS])  # token order
+    signed = words.to(tl.int32, bitcast=True)
+    folded = tl.where(signed < 0, ~signed, signed)
+    u = tl.maximum(folded.to(tl.float32) * 4.6566127342e-10, 2.3283064365386963e-10)
+    # -log(1 - u), whose digits are lost by the subtraction where u is small
+    e = tl.where(u < 0.000244140625, u + 0.5 * u * u, -tl.log(1.0 - u))
+    return -tl.log(e)
+
+
+@jit(varying=["vocab_size", "per_program"])
+def _best_of_chunk_kernel(
+    x_ptr,
+    threshold_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    keys_ptr,
+    vocab_size,
+    per_program,
+    stride_x_row,
+    DRAW: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, chunk): the greatest key among its `per_program` tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    start = tl.program_id(1) * per_program
+    threshold = float("-inf")
+    temperature = 1.0
+    if HAS_THRESHOLD:
+        threshold = tl.load(threshold_ptr + row)
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    if DRAW:
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+    best = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for first in range(start, tl.minimum(start + per_program, vocab_size), BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        mask = index < vocab_size
+        x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=float("-inf")).to(
+            tl.float32
+        )  # [BLOCK]
+        if HAS_TEMPERATURE:
+            x = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
+        if DRAW:
+            score = x + _gumbel(seed, position, first, BLOCK // 4)
+            x = tl.where(x >= threshold, score, tl.where(x != x, x, float("-inf")))
+        best = tl.maximum(best, tl.where(mask, _sortable(x, index), -0x7FFFFFFFFFFFFFFF))
+    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
+
+
+@jit(varying=["num_chunks"])
+def _best_of_row_kernel(keys_ptr, ids_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    chunk = tl.arange(0, BLOCK)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    keys = tl.load(keys_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=lowest)  # [BLOCK]
+    tl.store(ids_ptr + row, 0x7FFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF))
+
+
+def _launch_best(
+    x: torch.Tensor,
+    threshold: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> torch.Tensor:
+    require_kernels(x.device)
+    num_rows, vocab_size = x.shape
+    if x.stride(1) != 1:
+        raise ValueError("logits must be contiguous along the vocabulary")
+    ids = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    if num_rows == 0:
+        return ids
+    block = 2048
+    blocks = triton.cdiv(vocab_size, block)
+    chunks = min(blocks, max(1, 1056 // num_rows), 1024)
+    per_program = triton.cdiv(blocks, chunks) * block
+    chunks = triton.cdiv(vocab_size, per_program)
+    keys = torch.empty((num_rows, chunks), dtype=torch.int64, device=x.device)
+    options = launch_options(x.device)
+    _best_of_chunk_kernel[(num_rows, chunks)](
+        x,
+        threshold,
+        temperature,
+        seeds,
+        positions,
+        keys,
+        vocab_size,
+        per_program,
+        x.stride(0),
+        DRAW=seeds is not None,
+        HAS_THRESHOLD=threshold is not None,
+        HAS_TEMPERATURE=temperature is not None,
+        BLOCK=block,
+        num_warps=8,
+        **options,
+    )
+    _best_of_row_kernel[(num_rows,)](
+        keys,
+        ids,
+        chunks,
+        BLOCK=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
+        num_warps=1,
+        **options,
+    )
+    return ids
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index of the greatest value per row of x [S, V], int64 [S]."""
+    return _launch_best(x, None, None, None, None)
+
+
+def draw(
+    z: torch.Tensor,
+    threshold: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token per row, int64 [S]; see `draw_ref`. With `temperature` float32 [S], z / temperature is meant.
+
+    `threshold` (of the divided values) may be None: every token may be drawn.
+    """
+    return _launch_best(z, threshold, temperature, seeds, positions)
+
+
+@jit
+def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """How much lies at or above low + step, low + 2 step, low + 3 step: of the values at or above `floor`."""
+    mass1 = tl.zeros([BLOCK], tl.float32)
+    mass2 = mass1
+    mass3 = mass1
+    for first in range(0, vocab_size, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [BLOCK]
+        if BY_MASS:
+            weight = tl.where(z >= floor, tl.exp(z - z_max), 0.0)
+        else:
+            weight = tl.where(z >= floor, 1.0, 0.0)
+        mass1 += tl.where(z >= low + step, weight, 0.0)
+        mass2 += tl.where(z >= low + 2 * step, weight, 0.0)
+        mass3 += tl.where(z >= low + 3 * step, weight, 0.0)
+    return tl.sum(mass1, axis=0), tl.sum(mass2, axis=0), tl.sum(mass3, axis=0)
+
+
+@jit
+def _greatest_with_mass(
+    z_ptr, vocab_size, low, high, floor, z_max, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The greatest v in [low, high] with at least `target` at or above it; there is one: `low`.
+
+    Quarters the interval until no float32 lies between its ends.
+    """
+    step = (high - low) * 0.25
+    while (low + 2 * step > low) & (low + 2 * step < high):
+        mass1, mass2, mass3 = _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS, BLOCK)
+        pivot1, pivot2, pivot3 = low + step, low + 2 * step, low + 3 * step
+        new_low = tl.where(mass3 >= target, pivot3, tl.where(mass2 >= target, pivot2, low))
+        new_low = tl.where((mass2 < target) & (mass1 >= target), pivot1, new_low)
+        high = tl.where(mass1 < target, pivot1, tl.where(mass2 < target, pivot2, high))
+        high = tl.where((mass2 >= target) & (mass3 < target), pivot3, high)
+        low = new_low
+        step = (high - low) * 0.25
+    return low
+
+
+@jit(varying=["vocab_size"])
+def _filter_threshold_kernel(
+    z_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    threshold_ptr,
+    vocab_size,
+    stride_z_row,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    z_ptr += row * stride_z_row
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    for first in range(0, vocab_size, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        mask = index < vocab_size
+        z = tl.load(z_ptr + index, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
+        greatest = tl.maximum(greatest, z)
+        least = tl.minimum(least, tl.where(z > float("-inf"), z, float("inf")))
+    z_max = tl.max(greatest, axis=0)
+    z_min = tl.min(least, axis=0)
+    beyond = z_max + 1.0 + tl.abs(z_max) * 1e-6  # above every value
+    threshold = z_max + tl.log(min_p)
+    if (top_k < vocab_size) & (z_min < z_max):
+        # fewer than k finite values: the k-th is -inf and filters nothing
+        finite, _, _ = _mass_above(z_ptr, vocab_size, z_min, 0.0, z_min, z_max, False, BLOCK)
+        if finite >= top_k:
+            kth = _greatest_with_mass(z_ptr, vocab_size, z_min, beyond, z_min, z_max, top_k, False, BLOCK)
+            threshold = tl.maximum(threshold, kth)
+    if (top_p < 1.0) & (z_min < z_max):
+        low = tl.maximum(threshold, z_min)
+        total, _, _ = _mass_above(z_ptr, vocab_size, low, 0.0, low, z_max, True, BLOCK)
+        nucleus = _greatest_with_mass(z_ptr, vocab_size, low, beyond, low, z_max, total * top_p, True, BLOCK)
+        threshold = tl.maximum(threshold, nucleus)
+    tl.store(threshold_ptr + row, threshold)
+
+
+def filter_threshold(
+    z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """The lowest logit that survives min-p, then top-k, then top-p, float32 [S]; see `filter_threshold_ref`.
+
+    The threshold may lie between two logits: what survives is the same, up to rounding of the mass.
+    """
+    require_kernels(z.device)
+    num_rows, vocab_size = z.shape
+    threshold = torch.empty(num_rows, dtype=torch.float32, device=z.device)
+    if num_rows == 0:
+        return threshold
+    _filter_threshold_kernel[(num_rows,)](
+        z,
+        top_k,
+        top_p,
+        min_p,
+        threshold,
+        vocab_size,
+        z.stride(0),
+        BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
+        num_warps=32 if vocab_size > 4096 else 4,
+        **launch_options(z.device),
+    )
+    return threshold
+
+
+@jit(varying=["vocab_size"])
+def _penalties_kernel(
+    x_ptr,
+    in_prompt_ptr,
+    counts_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    vocab_size,
+    stride_x_row,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < vocab_size
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    repetition = tl.load(repetition_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    count = tl.load(counts_ptr + row * vocab_size + index, mask=mask, other=0)  # [BLOCK]
+    in_prompt = tl.load(in_prompt_ptr + row * vocab_size + index, mask=mask, other=0) != 0  # [BLOCK]
+    x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=0.0)  # [BLOCK]
+    wide = repetition + tl.zeros([BLOCK], tl.float32)
+    repeated = tl.where(x > 0, tl.div_rn(x, wide), x * wide)
+    x = tl.where(in_prompt | (count > 0), repeated, x)
+    x = x - frequency * count.to(tl.float32)
+    x = x - tl.where(count > 0, presence, 0.0)
+    tl.store(x_ptr + row * stride_x_row + index, x, mask=mask)  # [BLOCK]
+
+
+def apply_penalties(
+    x: torch.Tensor,
+    in_prompt: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> None:
+    """Changes x float32 [S, V] in place; see `apply_penalties_ref`. The tables are contiguous [S, V]."""
+    require_kernels(x.device)
+    num_rows, vocab_size = x.shape
+    if x.stride(1) != 1 or not in_prompt.is_contiguous() or not counts.is_contiguous():
+        raise ValueError("logits must be contiguous along the vocabulary, the tables altogether")
+    if num_rows == 0:
+        return
+    block = 2048
+    _penalties_kernel[(num_rows, triton.cdiv(vocab_size, block))](
+        x,
+        in_prompt.view(torch.uint8),
+        counts,
+        repetition,
+        frequency,
+        presence,
+        vocab_size,
+        x.stride(0),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(x.device),
+    )
+
+
+@jit(varying=["vocab_size"])
+def _token_logprobs_kernel(
+    x_ptr,
+    token_ids_ptr,
+    logprobs_ptr,
+    ranks_ptr,
+    vocab_size,
+    stride_x_row,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    x_ptr += row * stride_x_row
+    chosen = tl.load(x_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
+    lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_sum = tl.zeros([BLOCK], tl.float32)
+    greater = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [BLOCK]
+        new_max = tl.maximum(lane_max, x)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        lane_sum = lane_sum * tl.exp(lane_max - base) + tl.exp(x - base)
+        lane_max = new_max
+        greater += (x > chosen).to(tl.int32)
+    row_max = tl.max(lane_max, axis=0)
+    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), axis=0)
+    tl.store(logprobs_ptr + row, chosen - row_max - tl.log(row_sum))
+    tl.store(ranks_ptr + row, (tl.sum(greater, axis=0) + 1).to(tl.int64))
+
+
+def token_logprobs(x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability float32 [S] and rank int64 [S] of one token per row of logits x [S, V].
+
+    The rank is 1 + how many logits are strictly greater; see `rank_ref`, which counts log-probabilities.
+    """
+    require_kernels(x.device)
+    num_rows, vocab_size = x.shape
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    ranks = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    if num_rows == 0:
+        return logprobs, ranks
+    _token_logprobs_kernel[(num_rows,)](
+        x,
+        token_ids,
+        logprobs,
+        ranks,
+        vocab_size,
+        x.stride(0),
+        BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
+        num_warps=32 if vocab_size > 4096 else 4,
+        **launch_options(x.device),
+    )
+    return logprobs, ranks
