@@ -144,9 +144,10 @@ def _prompts(fields: CompletionRequest) -> TextPrompts:
 def _check_ids(prompts: TextPrompts, vocab_size: int) -> None:
     """Ids that the tokenizer does not know cannot be echoed."""
     for prompt in prompts:
-        for token_id in () if isinstance(prompt, str) else prompt:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"the prompt has the unknown token id {token_id}", param="prompt")
+        if isinstance(prompt, list) and prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            raise InvalidRequest(
+                f"prompt holds token ids outside the vocabulary (0 to {vocab_size - 1})", param="prompt"
+            )
 
 
 class Answer:

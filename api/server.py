@@ -121,7 +121,9 @@ class Server(uvicorn.Server):
         finally:
             if self._draining is not None:
                 self._draining.cancel()
-                await asyncio.gather(self._draining, return_exceptions=True)
+                (failure,) = await asyncio.gather(self._draining, return_exceptions=True)
+                if isinstance(failure, Exception):
+                    logger.error("the drain failed", exc_info=failure)
         if self._engine.health() == "dead":
             logger.error("the engine has failed; exiting")
             return EXIT_FAILED

@@ -16,6 +16,10 @@ from aioengine.api.protocol import DetokenizeRequest, TokenizeRequest, read_requ
 from aioengine.errors import InvalidRequest
 
 
+def _texts_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    return [token_key(tokenizer.token_bytes(token_id)) for token_id in tokens]
+
+
 class Tokenization:
     """The routes, over one engine."""
 
@@ -32,8 +36,7 @@ class Tokenization:
             "tokens": tokens,
         }
         if fields.return_token_strs:
-            tokenizer = self._tokenizer()
-            body["token_strs"] = [token_key(tokenizer.token_bytes(token_id)) for token_id in tokens]
+            body["token_strs"] = await asyncio.to_thread(_texts_of, self._tokenizer(), tokens)
         return json_response(orjson.dumps(body))
 
     async def detokenize(self, request: Request) -> Response:
@@ -42,12 +45,10 @@ class Tokenization:
         if fields.tokens is None:
             raise InvalidRequest("tokens is missing", param="tokens")
         tokenizer, tokens = self._tokenizer(), fields.tokens
-        for i, token_id in enumerate(tokens):
-            if not 0 <= token_id < tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens[{i}]={token_id} is outside the vocabulary (0 to {tokenizer.vocab_size - 1})",
-                    param=f"tokens[{i}]",
-                )
+        if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
+            raise InvalidRequest(
+                f"tokens holds ids outside the vocabulary (0 to {tokenizer.vocab_size - 1})", param="tokens"
+            )
         text = await asyncio.to_thread(tokenizer.decode, tokens, False)
         return json_response(orjson.dumps({"prompt": text}))
 
