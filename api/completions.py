@@ -50,9 +50,7 @@ class Completions:
         params = self._params(fields, len(prompts))
         head = response_head("cmpl", "text_completion", self._engine.model.name)
         if not fields.stream:
-            return json_response(
-                await unless_disconnected(request, self._whole(fields, prompts, params, head))
-            )
+            return json_response(await unless_disconnected(request, self._whole(fields, prompts, params, head)))
         answer = Answer(fields, params, await self._echoed(fields, prompts), self._engine.tokenizer)
         submission = await self._submit(fields, prompts, params, head)
         return EventStream(submission, CompletionChunks(answer, head, options))
@@ -115,9 +113,7 @@ class Completions:
         tokenizer, skips = self._engine.tokenizer, fields.skip_special_tokens is not False
 
         def texts() -> list[str]:
-            return [
-                p if isinstance(p, str) else tokenizer.decode(p, skips) if tokenizer else "" for p in prompts
-            ]
+            return [p if isinstance(p, str) else tokenizer.decode(p, skips) if tokenizer else "" for p in prompts]
 
         if tokenizer is not None:
             _check_ids(prompts, tokenizer.vocab_size)

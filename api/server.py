@@ -93,9 +93,7 @@ class Protocol(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves one engine until it is told to stop, or until the engine dies."""
 
-    def __init__(
-        self, engine: Engine, config: ServerConfig, *, on_started: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, *, on_started: Callable[[], None] | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(engine, config),

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
@@ -91,6 +92,7 @@ def _command(
 
 def _run(args: argparse.Namespace) -> int:
     """Imports the subcommand's module and runs it on a uvloop."""
+    args.begun_s = time.perf_counter()
     command: Command = importlib.import_module(f"aioengine.cli.{args.command}").run
     import uvloop  # not before a command is known
 

@@ -22,10 +22,7 @@ from aioengine.errors import EngineDead, EngineError
 if TYPE_CHECKING:
     from aioengine.api.face import Engine
 
-HELP = (
-    "/exit or Ctrl-D leaves, /reset begins anew, /system TEXT sets the system message, "
-    "Ctrl-C stops an answer."
-)
+HELP = "/exit or Ctrl-D leaves, /reset begins anew, /system TEXT sets the system message, Ctrl-C stops an answer."
 
 ReadLine = Callable[[], Awaitable[str | None]]
 """Gives the next line without its end, or None at the end of the input."""
@@ -92,9 +89,7 @@ class Session:
             elif command == "/system":
                 self._conversation.system = rest or None
                 self._conversation.reset()
-                self._write(
-                    "(new conversation with this system message)\n" if rest else "(no system message)\n"
-                )
+                self._write("(new conversation with this system message)\n" if rest else "(no system message)\n")
             elif command.startswith("/") and " " not in command and command[1:].isalpha():
                 self._write(HELP + "\n")
             elif command:

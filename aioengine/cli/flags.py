@@ -48,9 +48,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def add_config_flags(
-    parser: argparse.ArgumentParser, groups: Mapping[str, type], *, skip: Iterable[str] = ()
-) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, groups: Mapping[str, type], *, skip: Iterable[str] = ()) -> None:
     """One flag per field, in one section per group."""
     skip = set(skip)
     for name, cls in groups.items():
@@ -67,9 +65,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, skip: Iterable[str] =
     hints = typing.get_type_hints(SamplingParams)
     for name, text in SAMPLING_HELP.items():
         if name not in set(skip):
-            _add_flag(
-                section, name, str if name == "stop" else hints[name], text, None, repeats=name == "stop"
-            )
+            _add_flag(section, name, str if name == "stop" else hints[name], text, None, repeats=name == "stop")
 
 
 def _add_flag(
@@ -149,9 +145,7 @@ def _given(args: argparse.Namespace, groups: Iterable[type]) -> dict[str, Any]:
 
 def flag_table() -> str:
     """All flags as Markdown tables, for the README."""
-    return "\n\n".join(
-        "\n".join(_table(name, cls)) for name, cls in {**GROUPS, "server": ServerConfig}.items()
-    )
+    return "\n\n".join("\n".join(_table(name, cls)) for name, cls in {**GROUPS, "server": ServerConfig}.items())
 
 
 def _table(name: str, cls: type) -> Iterator[str]:

@@ -170,9 +170,7 @@ def _read_line(index: int, line: str, asks_chat: bool, system: str | None) -> Jo
     return Job(index, chosen, sampling, values.get("id"))
 
 
-async def stream_text(
-    engine: Engine, job: Job, overrides: Mapping[str, object], write: Callable[[str], None]
-) -> None:
+async def stream_text(engine: Engine, job: Job, overrides: Mapping[str, object], write: Callable[[str], None]) -> None:
     """Writes an answer as it comes; several answers one after the other, each under its number.
 
     Raises:
@@ -200,9 +198,7 @@ async def outputs_of(engine: Engine, job: Job, params: SamplingParams) -> AsyncI
         await stream.abort()
 
 
-async def answer_all(
-    engine: Engine, jobs: Iterable[Job], overrides: Mapping[str, object], write: Write
-) -> int:
+async def answer_all(engine: Engine, jobs: Iterable[Job], overrides: Mapping[str, object], write: Write) -> int:
     """Answers every job and writes one JSON line per choice, in order; returns how many jobs failed."""
     num_failed = 0
     running: deque[asyncio.Task[list[dict[str, object]]]] = deque()

@@ -13,6 +13,7 @@ import platform
 import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -22,8 +23,9 @@ from aioengine.checkpoint import Checkpoint, load_checkpoint
 from aioengine.cli.flags import engine_config
 from aioengine.cli.startup_report import aligned, mebibytes
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
-from aioengine.device import CpuDevice
-from aioengine.kv_pool import kv_bytes_per_token, size_cpu_pool
+from aioengine.device import available_memory_bytes, cpu_num_blocks, kv_bytes_per_token
+from aioengine.fastcore import native
+from aioengine.startup import fit_context
 
 PACKAGES = ("torch", "triton", "numpy", "uvloop", "starlette", "uvicorn", "tokenizers", "gguf")
 
@@ -72,17 +74,23 @@ def _versions() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    cpu = CpuDevice()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": {
-            "name": cpu.name,
-            "num_cores": cpu.num_cores,
-            "isa": cpu.isa,
-            "available_bytes": cpu.available_bytes(),
+            "name": _cpu_name(),
+            "num_cores": usable_cores(),
+            "isa": native.isa(),
+            "available_bytes": available_memory_bytes(),
         },
         "cuda": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "context_length": spec.context_length,
         "sliding_window": spec.sliding_window,
-        "has_chat_template": checkpoint.chat_template is not None,
+        "has_chat_template": bool(checkpoint.chat_templates),
         "sampling_defaults": dict(checkpoint.generation_defaults),
     }
 
@@ -111,17 +119,19 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """How it would run now; on a GPU the pool gets what the weights leave, which only loading tells."""
     spec = checkpoint.config
-    bytes_per_token = kv_bytes_per_token(spec, resolved.kv_cache_dtype)
+    itemsize = 4 if resolved.kv_cache_dtype == "float32" else 2
     num_kv_tokens = None
     if resolved.device == "cpu":
-        num_blocks, resolved = size_cpu_pool(config, resolved, spec, CpuDevice().available_bytes())
+        available_bytes = available_memory_bytes()
+        num_blocks = cpu_num_blocks(spec, resolved, config.cache, available_bytes)
         num_kv_tokens = (num_blocks - 1) * resolved.block_size
+        resolved = fit_context(config, resolved, spec, available_bytes)
     return {
         "device": resolved.device,
         "num_threads": resolved.num_threads,
         "dtype": resolved.dtype,
         "kv_cache_dtype": resolved.kv_cache_dtype,
-        "kv_bytes_per_token": bytes_per_token,
+        "kv_bytes_per_token": kv_bytes_per_token(spec, itemsize),
         "num_kv_tokens": num_kv_tokens,
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,

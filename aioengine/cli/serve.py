@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 
 from aioengine.api.server import Server, listen, on_signals, url_of
 from aioengine.cli.flags import engine_config, server_config
@@ -27,14 +28,17 @@ async def run(args: argparse.Namespace) -> int:
     Raises:
         EngineError: the configuration, the address or the model cannot be used.
     """
+    imports_s = time.perf_counter() - args.begun_s
     engine_options, server_options = engine_config(args), server_config(args)
     level = "debug" if args.debug else server_options.log_level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     with listen(server_options.host, server_options.port) as sock:
-        return await _serve(engine_options, server_options, sock)
+        return await _serve(engine_options, server_options, sock, imports_s)
 
 
-async def _serve(engine_options: EngineConfig, server_options: ServerConfig, sock: socket.socket) -> int:
+async def _serve(
+    engine_options: EngineConfig, server_options: ServerConfig, sock: socket.socket, imports_s: float
+) -> int:
     serving = asyncio.current_task()
     assert serving is not None
     server: Server | None = None
@@ -48,7 +52,7 @@ async def _serve(engine_options: EngineConfig, server_options: ServerConfig, soc
     with on_signals(stop):
         try:
             async with AsyncEngine(engine_options, on_stage=_log_stage) as engine:
-                report = startup_report(engine, server_options, url_of(sock))
+                report = startup_report(engine, server_options, url_of(sock), imports_s)
                 server = Server(engine, server_options, on_started=lambda: print(report, flush=True))
                 return await server.run_on(sock)
         except asyncio.CancelledError:

@@ -13,20 +13,18 @@ if TYPE_CHECKING:
 SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
-def startup_report(engine: AsyncEngine, config: ServerConfig, url: str) -> str:
-    """One aligned line per fact."""
+def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_s: float) -> str:
+    """One aligned line per fact. `imports_s` is what Python's imports took before the engine existed."""
     resolved, memory = engine.resolved, engine.memory_report
-    stages = engine.startup_timings
+    stages = {"imports": imports_s, **engine.startup_timings}
     pool = f"{mebibytes(memory.kv_cache_bytes)}, {resolved.kv_cache_dtype}"
-    place = (
-        f"{resolved.device}, {resolved.num_threads} threads" if resolved.device == "cpu" else resolved.device
-    )
+    place = f"{resolved.device}, {resolved.num_threads} threads" if resolved.device == "cpu" else resolved.device
     rows = {
         "URL": f"{url}/v1",
         "model": f"{engine.model.name} ({engine.model.architecture})",
         "device": f"{place}, {resolved.dtype}",
         "context": f"{resolved.max_model_len} tokens per request",
-        "KV cache": f"{memory.num_tokens} tokens fit ({pool})",
+        "KV cache": f"{memory.num_kv_tokens} tokens fit ({pool})",
         "weights": mebibytes(memory.weights_bytes),
         "batch": f"{resolved.max_num_seqs} requests, {resolved.max_num_batched_tokens} tokens per step",
         "sampling": sampling_line(engine),

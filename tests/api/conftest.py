@@ -48,9 +48,7 @@ def client(make_client: MakeClient) -> httpx.AsyncClient:
 class RunningServer:
     """A real server on a free port, in this loop."""
 
-    def __init__(
-        self, server: Server, engine: FakeEngine, host: str, port: int, task: asyncio.Task[int]
-    ) -> None:
+    def __init__(self, server: Server, engine: FakeEngine, host: str, port: int, task: asyncio.Task[int]) -> None:
         self.server, self.engine, self.host, self.port, self.task = server, engine, host, port, task
         self.url = f"http://{host}:{port}"
 

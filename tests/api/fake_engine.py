@@ -62,7 +62,7 @@ class FakeModelInfo:
 class FakeMemory:
     weights_bytes: int = 3 << 20
     kv_cache_bytes: int = 64 << 20
-    num_tokens: int = 12345
+    num_kv_tokens: int = 12345
 
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -82,9 +82,7 @@ def logprob_of(token_id: int) -> float:
 class FakeStream:
     """The outputs of one request: one per token and choice, in turns."""
 
-    def __init__(
-        self, engine: FakeEngine, request_id: str, prompt_ids: list[int], params: SamplingParams
-    ) -> None:
+    def __init__(self, engine: FakeEngine, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params

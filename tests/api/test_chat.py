@@ -126,9 +126,7 @@ async def test_length_is_the_finish_reason_of_a_cut_answer(client: httpx.AsyncCl
         assert (choice["message"]["content"], choice["finish_reason"]) == (" one two", "length")
 
 
-async def test_max_tokens_defaults_to_the_whole_context(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_max_tokens_defaults_to_the_whole_context(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await ask(client)
     assert engine.submitted[0].params.max_tokens is None
 
@@ -148,9 +146,7 @@ async def test_logprobs_without_top_are_allowed(client: httpx.AsyncClient) -> No
     assert all(c["top_logprobs"] == [] for c in content)
 
 
-async def test_streamed_logprobs_are_those_of_the_whole_answer(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_streamed_logprobs_are_those_of_the_whole_answer(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.script = lambda ids, i: [65, *"é🙂".encode(), 66, EOS]
     whole = (await ask(client, logprobs=True, top_logprobs=1))["choices"][0]["logprobs"]["content"]
     *chunks, _ = await stream(client, logprobs=True, top_logprobs=1)
@@ -161,9 +157,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(
     assert texts == ["A", "é", "🙂", "B"]  # no chunk while a character is incomplete
 
 
-async def test_infinite_logprobs_become_the_lowest_number(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_infinite_logprobs_become_the_lowest_number(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for value in (float("-inf"), float("nan")):
         engine.lowest_logprob = value
         content = (await ask(client, logprobs=True, top_logprobs=1))["choices"][0]["logprobs"]["content"]
@@ -217,9 +211,7 @@ async def test_template_options_reach_the_engine(client: httpx.AsyncClient, engi
     assert (second["add_generation_prompt"], second["continue_final_message"]) == (False, True)
 
 
-async def test_model_defaults_apply_and_given_values_win(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_model_defaults_apply_and_given_values_win(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.default_sampling = {"temperature": 0.3, "top_k": 5}
     await ask(client, temperature=None)
     await ask(client, temperature=1.0)

@@ -22,9 +22,7 @@ USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": " one two three"}
 
 
-def session_over(
-    engine: FakeEngine, lines: Iterable[str], system: str | None = None
-) -> tuple[Session, list[str]]:
+def session_over(engine: FakeEngine, lines: Iterable[str], system: str | None = None) -> tuple[Session, list[str]]:
     written: list[str] = []
     rest = iter(lines)
 
@@ -146,9 +144,7 @@ def command(*argv: str, slow: bool = False) -> list[str]:
 
 @pytest.mark.slow
 def test_over_a_pipe() -> None:
-    done = subprocess.run(
-        command("chat"), input="hi\n/reset\nagain", capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command("chat"), input="hi\n/reset\nagain", capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == " one two\n(new conversation)\n one two\n"
 

@@ -72,7 +72,7 @@ def serving(*argv: str, hold: bool = False, is_ready: bool = True, **settings: o
 
 def test_the_report_says_what_runs_where() -> None:
     engine = FakeEngine(temperature=0.2, top_k=7)
-    report = startup_report(engine, ServerConfig(api_key="k"), "http://h:1")  # type: ignore[arg-type]
+    report = startup_report(engine, ServerConfig(api_key="k"), "http://h:1", 1.25)  # type: ignore[arg-type]
     rows = dict(line.split("  ", 1) for line in report.splitlines())
     assert {name.strip(): value.strip() for name, value in rows.items()} == {
         "URL": "http://h:1/v1",
@@ -85,7 +85,7 @@ def test_the_report_says_what_runs_where() -> None:
         "sampling": "temperature=0.2, top_p=1.0, top_k=7, min_p=0.0, repetition_penalty=1.0 "
         "(temperature, top_k from the model)",
         "API key": "required",
-        "ready in": "0.75 s (locate 0.25, weights 0.50)",
+        "ready in": "2.00 s (imports 1.25, locate 0.25, weights 0.50)",
     }
 
 
@@ -98,13 +98,17 @@ def test_the_first_signal_ends_an_idle_server_cleanly(signum: signal.Signals) ->
 
 
 def test_the_second_signal_ends_a_busy_server_at_once() -> None:
-    with serving(hold=True) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}):
-            server.process.send_signal(signal.SIGTERM)
-            while client.get("/health").json()["status"] != "draining":
-                pass
-            server.process.send_signal(signal.SIGTERM)
-            assert server.wait() == 1
+    body = {"prompt": "x", "stream": True}
+    with (
+        serving(hold=True) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body),
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/health").json()["status"] != "draining":
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 1
 
 
 def test_a_dead_engine_ends_the_process_with_an_error() -> None:
@@ -123,9 +127,7 @@ def test_a_taken_port_is_a_usage_error_before_loading() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         line = [sys.executable, "-m", "aioengine", "serve", "--port", str(taken.getsockname()[1])]
-        script = (
-            "import sys, types; sys.modules['aioengine.engine'] = types.SimpleNamespace(AsyncEngine=None)\n"
-        )
+        script = "import sys, types; sys.modules['aioengine.engine'] = types.SimpleNamespace(AsyncEngine=None)\n"
         script += f"from aioengine.cli import main; raise SystemExit(main({line[3:]!r}))"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

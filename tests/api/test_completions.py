@@ -31,9 +31,7 @@ async def test_whole_answer_has_the_shape_of_openai(client: httpx.AsyncClient) -
     assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
-    assert answer["choices"] == [
-        {"index": 0, "text": " one two three", "logprobs": None, "finish_reason": "stop"}
-    ]
+    assert answer["choices"] == [{"index": 0, "text": " one two three", "logprobs": None, "finish_reason": "stop"}]
     assert answer["usage"]["total_tokens"] == 3 + 4
 
 
@@ -91,9 +89,7 @@ async def test_prompts_of_every_form(
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-async def test_batch_with_n_is_indexed_prompt_by_prompt(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_batch_with_n_is_indexed_prompt_by_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.script = lambda ids, i: [ids[-1], *str(i).encode(), EOS]
     whole = await ask(client, prompt=["a", "b"], n=2)
     texts = {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
@@ -153,9 +149,7 @@ async def test_echoed_and_generated_logprobs_join(client: httpx.AsyncClient, eng
     assert streamed == logprobs
 
 
-async def test_infinite_logprobs_become_the_lowest_number(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_infinite_logprobs_become_the_lowest_number(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.lowest_logprob = float("-inf")
     logprobs = (await ask(client, logprobs=1))["choices"][0]["logprobs"]
     assert set(logprobs["token_logprobs"]) == {-9999.0}
@@ -176,9 +170,7 @@ async def test_token_ids_are_returned_on_request(client: httpx.AsyncClient) -> N
     assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == [258, 259, 260, EOS]
 
 
-async def test_no_chunk_while_a_character_is_incomplete(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_no_chunk_while_a_character_is_incomplete(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.script = lambda ids, i: [*"é".encode(), EOS]
     *chunks, _ = await stream(client)
     assert [c["choices"][0]["text"] for c in chunks] == ["é", ""]

@@ -163,9 +163,7 @@ async def test_refused_chat_fields_name_their_path(
         ("best-of", "unknown field best-of; did you mean best_of?"),
     ],
 )
-async def test_unknown_fields_are_refused_by_name(
-    client: httpx.AsyncClient, field: str, message: str
-) -> None:
+async def test_unknown_fields_are_refused_by_name(client: httpx.AsyncClient, field: str, message: str) -> None:
     error = await refused(client, COMPLETIONS, {"prompt": "x", field: 1})
     assert (error["message"], error["param"]) == (message, field)
 
@@ -260,9 +258,7 @@ async def test_failure_in_the_middle_of_a_stream_is_one_last_event(
     assert last["error"]["code"] == "engine_dead"
 
 
-async def test_failure_of_one_prompt_ends_the_stream_of_a_batch(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_failure_of_one_prompt_ends_the_stream_of_a_batch(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     def script(ids: Sequence[int], index: int) -> Sequence[int]:
         if ids[-1] == ord("y"):
             raise EngineDead("the other one has failed")
@@ -295,9 +291,7 @@ async def test_unexpected_failure_tells_nothing_but_is_logged(
     assert caplog.text.count("secret") == 2
 
 
-async def test_an_abort_by_the_server_is_an_error_not_an_answer(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_abort_by_the_server_is_an_error_not_an_answer(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.finish_reason = "abort"
     response = await client.post(CHAT, json={"messages": HELLO})
     assert response.status_code == 503
@@ -317,9 +311,7 @@ async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:
 
 async def test_other_content_types_are_refused(client: httpx.AsyncClient) -> None:
     for content_type, status in (("text/plain", 415), ("application/json; charset=utf-8", 200)):
-        response = await client.post(
-            COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": content_type}
-        )
+        response = await client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": content_type})
         assert response.status_code == status
 
 

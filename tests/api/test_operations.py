@@ -32,9 +32,7 @@ async def test_metrics_are_prometheus_text(make_client: MakeClient, engine: Fake
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def test_models_show_the_name_the_limit_and_the_defaults(
-    make_client: MakeClient, engine: FakeEngine
-) -> None:
+async def test_models_show_the_name_the_limit_and_the_defaults(make_client: MakeClient, engine: FakeEngine) -> None:
     engine.default_sampling = {"temperature": 0.2}
     client = make_client()
     listed = (await client.get("/v1/models")).json()
@@ -81,9 +79,7 @@ async def test_the_right_key_opens(make_client: MakeClient, scheme: str) -> None
     assert response.status_code == 200
 
 
-async def test_the_key_may_come_from_the_environment(
-    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_key_may_come_from_the_environment(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOENGINE_API_KEY", "env")
     client = make_client()
     assert (await client.get("/v1/models")).status_code == 401
@@ -106,9 +102,7 @@ async def test_two_requests_with_one_id_do_not_meet(make_client: MakeClient, eng
     client = make_client()
     ids = set()
     for _ in range(2):
-        response = await client.post(
-            "/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "same"}
-        )
+        response = await client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "same"})
         ids.add(response.json()["id"])
     assert len(ids) == 2
     assert {s.request_id for s in engine.submitted} == ids

@@ -120,9 +120,7 @@ async def test_many_streams_at_once(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["x", ["x", "y", "z"]])
-async def test_a_cut_stream_aborts_its_requests(
-    server: RunningServer, engine: FakeEngine, prompt: object
-) -> None:
+async def test_a_cut_stream_aborts_its_requests(server: RunningServer, engine: FakeEngine, prompt: object) -> None:
     engine.hold()
     engine.release(1)
     async with connect(server) as connection:
