@@ -27,7 +27,7 @@ cdef class BlockPool:
     cdef readonly int64_t num_taken
     cdef readonly int64_t num_returned
 
-    cdef int32_t take(self) except -1 nogil
-    cdef int acquire(self, int32_t block_id) except -1 nogil
-    cdef int release(self, int32_t block_id) except -1 nogil
-    cdef int check_id(self, int32_t block_id) except -1 nogil
+    cdef int32_t take(self) except -1
+    cdef int acquire(self, int32_t block_id) except -1
+    cdef int release(self, int32_t block_id) except -1
+    cdef int check_id(self, int32_t block_id) except -1

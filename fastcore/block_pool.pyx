@@ -11,7 +11,7 @@ ids is what the device needs, and 32 bits are enough.
 """
 import cython
 
-from libc.stdlib cimport calloc, free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 
 from aioengine.fastcore.block_hash cimport CHECKED
 
@@ -28,7 +28,7 @@ cdef class BlockPool:
     def __cinit__(self, int32_t num_blocks):
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks} must be at least 2: block 0 is the null block")
-        self.blocks = <Block*> calloc(<size_t> num_blocks + 1, sizeof(Block))
+        self.blocks = <Block*> PyMem_Calloc(<size_t> num_blocks + 1, sizeof(Block))
         if self.blocks == NULL:
             raise MemoryError()
         self.num_blocks = num_blocks
@@ -43,9 +43,9 @@ cdef class BlockPool:
         self.blocks[NULL_BLOCK].prev = self.blocks[NULL_BLOCK].next = UNLISTED
 
     def __dealloc__(self):
-        free(self.blocks)
+        PyMem_Free(self.blocks)
 
-    cdef int32_t take(self) except -1 nogil:
+    cdef int32_t take(self) except -1:
         """Removes the next victim and gives it one owner; NULL_BLOCK if none is free."""
         cdef int32_t block_id = self.blocks[self.num_blocks].next
         if block_id == self.num_blocks:
@@ -56,7 +56,7 @@ cdef class BlockPool:
         self.blocks[block_id].num_refs = 1
         return block_id
 
-    cdef int acquire(self, int32_t block_id) except -1 nogil:
+    cdef int acquire(self, int32_t block_id) except -1:
         """One owner more; a free block leaves the list first, so that nobody can take it (INV-18)."""
         cdef Block* block = &self.blocks[block_id]
         if CHECKED:
@@ -68,14 +68,13 @@ cdef class BlockPool:
         block.num_refs += 1
         return 0
 
-    cdef int release(self, int32_t block_id) except -1 nogil:
+    cdef int release(self, int32_t block_id) except -1:
         """One owner less; without any, a hashed block goes to the tail (LRU), any other to the head (INV-23)."""
         cdef Block* block = &self.blocks[block_id]
         if CHECKED:
             self.check_id(block_id)
             if block.num_refs < 1:
-                with gil:
-                    raise AssertionError(f"block {block_id} is released more often than it was taken")
+                raise AssertionError(f"block {block_id} is released more often than it was taken")
         block.num_refs -= 1
         if block.num_refs > 0:
             return 0
@@ -89,10 +88,9 @@ cdef class BlockPool:
         self.num_returned += 1
         return 0
 
-    cdef int check_id(self, int32_t block_id) except -1 nogil:
+    cdef int check_id(self, int32_t block_id) except -1:
         if not 0 < block_id < self.num_blocks:
-            with gil:
-                raise IndexError(f"block id {block_id} is not between 1 and {self.num_blocks - 1}")
+            raise IndexError(f"block id {block_id} is not between 1 and {self.num_blocks - 1}")
         return 0
 
     def free_ids(self):

@@ -16,6 +16,6 @@ cdef class PrefixMap:
     cdef uint32_t mask
     cdef readonly int32_t num_entries
 
-    cdef int32_t find(self, const Hash* hash) noexcept nogil
-    cdef int insert(self, int32_t block_id, const Hash* hash) except -1 nogil
-    cdef int remove(self, int32_t block_id) except -1 nogil
+    cdef int32_t find(self, const Hash* hash) noexcept
+    cdef int insert(self, int32_t block_id, const Hash* hash) except -1
+    cdef int remove(self, int32_t block_id) except -1

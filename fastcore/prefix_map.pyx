@@ -10,7 +10,7 @@ there are no tombstones and a lookup never gets slower with churn.
 import cython
 
 from libc.stdint cimport uint64_t
-from libc.stdlib cimport calloc, free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED, same_hash
@@ -24,15 +24,15 @@ cdef class PrefixMap:
         cdef uint64_t capacity = 4
         while capacity < 2 * <uint64_t> pool.num_blocks:
             capacity *= 2
-        self.slots = <Slot*> calloc(capacity, sizeof(Slot))
+        self.slots = <Slot*> PyMem_Calloc(capacity, sizeof(Slot))
         if self.slots == NULL:
             raise MemoryError()
         self.mask = <uint32_t> (capacity - 1)
 
     def __dealloc__(self):
-        free(self.slots)
+        PyMem_Free(self.slots)
 
-    cdef int32_t find(self, const Hash* hash) noexcept nogil:
+    cdef int32_t find(self, const Hash* hash) noexcept:
         """The block with this hash, or NULL_BLOCK."""
         cdef uint32_t at = home(hash, self.mask)
         cdef uint32_t tag = tag_of(hash)
@@ -42,12 +42,11 @@ cdef class PrefixMap:
             at = (at + 1) & self.mask
         return NULL_BLOCK
 
-    cdef int insert(self, int32_t block_id, const Hash* hash) except -1 nogil:
+    cdef int insert(self, int32_t block_id, const Hash* hash) except -1:
         """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11)."""
         cdef Block* block = &self.pool.blocks[block_id]
         if CHECKED and (block.flags & HASHED or block_id == NULL_BLOCK):
-            with gil:
-                raise AssertionError(f"block {block_id} must not be hashed now")
+            raise AssertionError(f"block {block_id} must not be hashed now")
         cdef uint32_t at = home(hash, self.mask)
         cdef uint32_t tag = tag_of(hash)
         while self.slots[at].block_id != NULL_BLOCK:
@@ -61,14 +60,13 @@ cdef class PrefixMap:
         self.num_entries += 1
         return 1
 
-    cdef int remove(self, int32_t block_id) except -1 nogil:
+    cdef int remove(self, int32_t block_id) except -1:
         """Takes a block out of the index and clears its flag, before anything else is written to it (INV-22)."""
         cdef Block* block = &self.pool.blocks[block_id]
         cdef uint32_t hole = home(&block.hash, self.mask)
         while self.slots[hole].block_id != block_id:
             if CHECKED and self.slots[hole].block_id == NULL_BLOCK:
-                with gil:
-                    raise AssertionError(f"block {block_id} is not in the map")
+                raise AssertionError(f"block {block_id} is not in the map")
             hole = (hole + 1) & self.mask
         block.flags &= ~<uint32_t> HASHED
         self.num_entries -= 1

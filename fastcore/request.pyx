@@ -10,7 +10,7 @@ no decision: the scheduler moves the counters, the KV manager fills the table. T
 import cython
 import numpy as np
 
-from libc.stdlib cimport free, realloc
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.string cimport memcpy
 
 from aioengine.fastcore.block_hash import key_tail
@@ -41,10 +41,10 @@ cdef class Request:
         self.set_stop_ids(tuple(eos_token_ids), tuple(stop_token_ids))
 
     def __dealloc__(self):
-        free(self.tokens)
-        free(self.blocks)
-        free(self.hashes)
-        free(self.stop_ids)
+        PyMem_Free(self.tokens)
+        PyMem_Free(self.blocks)
+        PyMem_Free(self.hashes)
+        PyMem_Free(self.stop_ids)
 
     cdef int set_prompt(self, prompt) except -1:
         if prompt.ndim != 1 or prompt.shape[0] == 0:
@@ -151,7 +151,7 @@ cdef class Request:
 
 
 cdef void* grown(void* memory, size_t size) except NULL:
-    cdef void* result = realloc(memory, size)
+    cdef void* result = PyMem_Realloc(memory, size)
     if result == NULL:
         raise MemoryError()
     return result

@@ -12,7 +12,7 @@ import time
 
 import cython
 
-from libc.stdlib cimport calloc, free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING
 
@@ -72,9 +72,9 @@ cdef class Scheduler:
             max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
             <int32_t> table,
         )
-        self.free_rows = <int32_t*> calloc(max_num_seqs, sizeof(int32_t))
-        self.fenced_rows = <int32_t*> calloc(max_num_seqs, sizeof(int32_t))
-        self.row_fence = <int64_t*> calloc(max_num_seqs, sizeof(int64_t))
+        self.free_rows = <int32_t*> PyMem_Calloc(max_num_seqs, sizeof(int32_t))
+        self.fenced_rows = <int32_t*> PyMem_Calloc(max_num_seqs, sizeof(int32_t))
+        self.row_fence = <int64_t*> PyMem_Calloc(max_num_seqs, sizeof(int64_t))
         if self.free_rows == NULL or self.fenced_rows == NULL or self.row_fence == NULL:
             raise MemoryError()
         cdef int32_t row
@@ -83,9 +83,9 @@ cdef class Scheduler:
         self.num_free_rows = max_num_seqs
 
     def __dealloc__(self):
-        free(self.free_rows)
-        free(self.fenced_rows)
-        free(self.row_fence)
+        PyMem_Free(self.free_rows)
+        PyMem_Free(self.fenced_rows)
+        PyMem_Free(self.row_fence)
 
     # ---- requests come and go ----
 

@@ -16,7 +16,7 @@ Block tables are append-only: a row sends what is new, a joined row its whole ta
 import cython
 import numpy as np
 
-from libc.stdlib cimport calloc, free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
 VERSION = 1
@@ -84,12 +84,12 @@ cdef class StepBuffer:
         )
         self.ring = np.zeros((num_slots, per_slot), dtype=np.int32)
         self.words = self.ring
-        self.records = <RowRecord*> calloc(<size_t> num_slots * max_rows, sizeof(RowRecord))
+        self.records = <RowRecord*> PyMem_Calloc(<size_t> num_slots * max_rows, sizeof(RowRecord))
         if self.records == NULL:
             raise MemoryError()
 
     def __dealloc__(self):
-        free(self.records)
+        PyMem_Free(self.records)
 
     cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows):
         """Writes the step and moves the requests' counters past it.

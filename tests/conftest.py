@@ -15,7 +15,7 @@ from aioengine.model_source import resolve_model
 
 settings.register_profile(
     "short",
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

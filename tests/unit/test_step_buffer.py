@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -196,3 +197,31 @@ def test_steps_leave_no_objects_behind() -> None:
     before = sys.getallocatedblocks()
     run(10_000)
     assert sys.getallocatedblocks() - before < 50
+
+
+def test_a_dropped_scheduler_leaves_no_memory_behind() -> None:
+    # C arrays come from Python's allocator, so that tracemalloc sees them.
+    def live_and_die() -> None:
+        scheduler = make_scheduler(max_in_flight=2)
+        requests = [Request(str(i), list(range(30)), max_tokens=90, stop_token_ids=[1]) for i in range(6)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(12):
+            plan, ahead = next_plan(scheduler), scheduler.schedule()
+            settle(scheduler, plan)
+            if ahead is not None:
+                settle(scheduler, ahead)
+        scheduler.abort(requests[0])
+        next_plan(scheduler)
+
+    tracemalloc.start()
+    try:
+        live_and_die()
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(20):
+            live_and_die()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 4096
+    finally:
+        tracemalloc.stop()
