@@ -27,9 +27,7 @@ def gelu_tanh_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _gated_kernel(
-    gate_up_ptr, y_ptr, stride_row, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _gated_kernel(gate_up_ptr, y_ptr, stride_row, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width

@@ -296,9 +296,7 @@ def _attention_kernel(
         dims = tl.arange(0, HEAD_BLOCK)
         row_mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
         q_tokens = (token + rows // GROUP).to(tl.int64)
-        q_ptrs = (
-            q_ptr + q_tokens[:, None] * stride_q_token + (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM
-        )
+        q_ptrs = q_ptr + q_tokens[:, None] * stride_q_token + (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM
         q = tl.load(q_ptrs + dims[None, :], mask=row_mask, other=0.0)  # [BLOCK_M, HEAD_BLOCK]
         positions = position + rows // GROUP
         acc = tl.zeros([BLOCK_M, HEAD_BLOCK], tl.float32)
@@ -468,10 +466,12 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the batch that `plan` was filled for; one launch per work list. See the head of the file.
 
-    The window is the plan's. Every element of the result is written, padding with zeros.
+    The window is the plan's. Every token of the result is written, padding with zeros, but for the tokens of
+    rows that the plan skips, which are the caller's.
     """
     require_kernels(q.device)
     if q.shape != (plan.num_tokens, plan.num_heads * plan.head_dim):
@@ -480,7 +480,8 @@ def paged_attention(
         raise ValueError("q, kv_cache and block_table must be contiguous on their last axis")
     if kv_cache.shape[2] & (kv_cache.shape[2] - 1):
         raise ValueError(f"block_size must be a power of two; it is {kv_cache.shape[2]}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for work in plan.lists:
         _launch_list(work, plan, out, q, kv_cache, block_table, scale, softcap, sinks)
     return out

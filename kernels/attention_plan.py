@@ -95,6 +95,7 @@ def make_plan(
     *,
     window: int = 0,
     decode_only: bool = False,
+    skip_from: int | None = None,
     few: Tile | None = None,
     many: Tile | None = None,
     share: AttentionPlan | None = None,
@@ -102,7 +103,8 @@ def make_plan(
     """Buffers of a plan for batches of up to `num_tokens` tokens in up to `num_rows` rows.
 
     `decode_only` leaves out the list for long query ranges: such a plan still serves any batch, but long
-    ranges slowly. `share`: a plan, never used at the same time, whose partial buffers serve if large enough.
+    ranges slowly. Rows with `skip_from` or more queries are left to `attention_prefill.py`. `share`: a plan,
+    never used at the same time, whose partial buffers serve if large enough.
     """
     require_kernels(device)
     group = num_heads // num_kv_heads
@@ -111,24 +113,21 @@ def make_plan(
     lists = []
     slots = acc_size = 0
     few_limit = _NO_LIMIT if decode_only else few.block_m // group
-    for tile, lower, upper in ((few, 1, few_limit), (many, few_limit + 1, _NO_LIMIT)):
+    last = _NO_LIMIT if skip_from is None else skip_from - 1
+    for tile, lower, upper in ((few, 1, min(few_limit, last)), (many, few_limit + 1, last)):
         if lower > upper:
             continue
         queries = tile.block_m // group
         target = max(1, tile.target_programs // num_kv_heads)
         num_query_tiles = min(num_tokens, num_rows + 1 + num_tokens // queries)
-        if upper <= queries:
+        takes_padding = upper == last
+        if upper <= queries and not takes_padding:
             num_query_tiles = min(num_tokens, num_rows)
         items = torch.empty(num_query_tiles + target, ITEM_WORDS, dtype=torch.int32, device=device)
-        takes_padding = upper == _NO_LIMIT
         lists.append(ItemList(items, tile, queries, target, lower, upper, takes_padding))
         slots = max(slots, 2 * target * num_kv_heads)
         acc_size = max(acc_size, 2 * target * num_kv_heads * tile.block_m)
-    if (
-        share is not None
-        and share.arrived.numel() >= slots
-        and share.partial_acc.numel() >= acc_size * head_dim
-    ):
+    if share is not None and share.arrived.numel() >= slots and share.partial_acc.numel() >= acc_size * head_dim:
         partial = share.partial_acc, share.partial_max_sum, share.arrived
     else:
         partial = (

@@ -220,9 +220,7 @@ def _few_rows_kernel(
         if GATED:
             acc_up = tl.dot(x, tl.trans(w_up), acc_up, input_precision="ieee")
         w, w_up, x = next_w, next_w_up, next_x
-    acc = _finish(
-        acc, acc_up, squares, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU
-    )
+    acc = _finish(acc, acc_up, squares, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU)
     mask = row_mask[:, None] & out_mask[None, :]
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + rows.to(tl.int64)[:, None] * stride_residual_row + outs[None, :]

@@ -27,9 +27,7 @@ def _rotate_ref(x_TND: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def write_kv_ref(
-    k_TND: torch.Tensor, v_TND: torch.Tensor, slot_mapping: torch.Tensor, kv_cache: torch.Tensor
-) -> None:
+def write_kv_ref(k_TND: torch.Tensor, v_TND: torch.Tensor, slot_mapping: torch.Tensor, kv_cache: torch.Tensor) -> None:
     """Writes k, v [T, KH, D] to their slots of the cache; tokens with slot -1 write nothing."""
     block_size, head_dim = kv_cache.shape[2], k_TND.shape[-1]
     tokens = torch.nonzero(slot_mapping >= 0).flatten()
@@ -117,9 +115,7 @@ def _rope_and_cache_kernel(
     rest_cols = tl.arange(0, max(REST_BLOCK, 1))
     rest_mask = valid & (rest_cols < HEAD_DIM - 2 * HALF)[None, :]
     if REST_BLOCK > 0:
-        rest_ptrs = (
-            qkv_ptr + token * stride_qkv_row + heads[:, None] * HEAD_DIM + 2 * HALF + rest_cols[None, :]
-        )
+        rest_ptrs = qkv_ptr + token * stride_qkv_row + heads[:, None] * HEAD_DIM + 2 * HALF + rest_cols[None, :]
         rest = tl.load(rest_ptrs, mask=rest_mask, other=0.0).to(tl.float32)  # [HEADS_BLOCK, REST_BLOCK]
     x1, x2 = first, second
     if HAS_NORM:

@@ -42,7 +42,7 @@ def _gumbel(seed, position, first, GROUPS: tl.constexpr):
     return -tl.log(e)
 
 
-@jit(varying=["vocab_size", "per_program"])
+@jit(varying=["blocks_per_program"])
 def _best_of_chunk_kernel(
     x_ptr,
     threshold_ptr,
@@ -51,7 +51,7 @@ def _best_of_chunk_kernel(
     positions_ptr,
     keys_ptr,
     vocab_size,
-    per_program,
+    blocks_per_program,
     stride_x_row,
     DRAW: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
@@ -59,11 +59,11 @@ def _best_of_chunk_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, chunk): the greatest key among its `per_program` tokens."""
+    """Program (row, chunk): the greatest key among the tokens of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    start = tl.program_id(1) * per_program
+    start = tl.program_id(1) * blocks_per_program * BLOCK
     threshold = float("-inf")
     temperature = 1.0
     if HAS_THRESHOLD:
@@ -74,12 +74,10 @@ def _best_of_chunk_kernel(
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
     best = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    for first in range(start, tl.minimum(start + per_program, vocab_size), BLOCK):
+    for first in range(start, tl.minimum(start + blocks_per_program * BLOCK, vocab_size), BLOCK):
         index = first + tl.arange(0, BLOCK)
         mask = index < vocab_size
-        x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=float("-inf")).to(
-            tl.float32
-        )  # [BLOCK]
+        x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
         if HAS_TEMPERATURE:
             x = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
         if DRAW:
@@ -117,8 +115,8 @@ def _launch_best(
     block = 2048
     blocks = triton.cdiv(vocab_size, block)
     chunks = min(blocks, max(1, 1056 // num_rows), 1024)
-    per_program = triton.cdiv(blocks, chunks) * block
-    chunks = triton.cdiv(vocab_size, per_program)
+    blocks_per_program = triton.cdiv(blocks, chunks)
+    chunks = triton.cdiv(blocks, blocks_per_program)
     keys = torch.empty((num_rows, chunks), dtype=torch.int64, device=x.device)
     options = launch_options(x.device)
     _best_of_chunk_kernel[(num_rows, chunks)](
@@ -129,7 +127,7 @@ def _launch_best(
         positions,
         keys,
         vocab_size,
-        per_program,
+        blocks_per_program,
         x.stride(0),
         DRAW=seeds is not None,
         HAS_THRESHOLD=threshold is not None,
@@ -188,9 +186,7 @@ def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexp
 
 
 @jit
-def _greatest_with_mass(
-    z_ptr, vocab_size, low, high, floor, z_max, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _greatest_with_mass(z_ptr, vocab_size, low, high, floor, z_max, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The greatest v in [low, high] with at least `target` at or above it; there is one: `low`.
 
     Quarters the interval until no float32 lies between its ends.
@@ -208,7 +204,7 @@ def _greatest_with_mass(
     return low
 
 
-@jit(varying=["vocab_size"])
+@jit
 def _filter_threshold_kernel(
     z_ptr,
     top_k_ptr,
@@ -253,9 +249,7 @@ def _filter_threshold_kernel(
     tl.store(threshold_ptr + row, threshold)
 
 
-def filter_threshold(
-    z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def filter_threshold(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """The lowest logit that survives min-p, then top-k, then top-p, float32 [S]; see `filter_threshold_ref`.
 
     The threshold may lie between two logits: what survives is the same, up to rounding of the mass.
@@ -280,7 +274,7 @@ def filter_threshold(
     return threshold
 
 
-@jit(varying=["vocab_size"])
+@jit
 def _penalties_kernel(
     x_ptr,
     in_prompt_ptr,
@@ -343,7 +337,7 @@ def apply_penalties(
     )
 
 
-@jit(varying=["vocab_size"])
+@jit
 def _token_logprobs_kernel(
     x_ptr,
     token_ids_ptr,

@@ -208,9 +208,7 @@ def _unpack_tokens(
     high = low + tl.load(buffer_ptr + _HEADER_ROWS)
     for _ in range(search_steps):
         middle = (low + high) // 2
-        start = tl.load(
-            rows_ptr + middle * _ROW_WORDS + _QUERY_START, mask=real & (low < high), other=0
-        )  # [BLOCK]
+        start = tl.load(rows_ptr + middle * _ROW_WORDS + _QUERY_START, mask=real & (low < high), other=0)  # [BLOCK]
         is_before = (start <= token) & (low < high)
         low = tl.where(is_before, middle + 1, low)
         high = tl.where(is_before, high, middle)
@@ -222,9 +220,7 @@ def _unpack_tokens(
     tokens_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_TOKENS)
     token_id = tl.load(tokens_ptr + token, mask=real, other=0)  # [BLOCK]
     on_device = real & (token_id < 0)
-    token_id = tl.where(
-        on_device, tl.load(last_token_ptr + row, mask=on_device, other=0), token_id
-    )  # [BLOCK]
+    token_id = tl.where(on_device, tl.load(last_token_ptr + row, mask=on_device, other=0), token_id)  # [BLOCK]
     block_ptrs = table_ptr + row * stride_table_row + position // block_size
     block = tl.load(block_ptrs, mask=real, other=0)  # [BLOCK]
     slot = tl.where(real, block * block_size + position % block_size, -1)
@@ -368,9 +364,7 @@ def unpack(
     if step.block_table.shape[1] != block_table.shape[1]:
         raise ValueError("the step's block table must be as wide as the persistent one")
     options = launch_options(buffer.device)
-    _update_blocks_kernel[(32,)](
-        buffer, block_table, block_table.stride(0), BLOCK=256, num_warps=4, **options
-    )
+    _update_blocks_kernel[(32,)](buffer, block_table, block_table.stride(0), BLOCK=256, num_warps=4, **options)
     block = 256
     _unpack_kernel[(step.num_rows + 1 + triton.cdiv(step.num_tokens, block),)](
         buffer,

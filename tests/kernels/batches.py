@@ -57,9 +57,7 @@ class PagedBatch:
             for head in range(self.num_heads):
                 kv_head = head // (self.num_heads // num_kv_heads)
                 part = slice(head * head_dim, (head + 1) * head_dim)
-                scores = (
-                    self.q[token : token + query_len, part].double() @ keys[:, kv_head].double().T * scale
-                )
+                scores = self.q[token : token + query_len, part].double() @ keys[:, kv_head].double().T * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
                 weights = scores.exp().masked_fill(hidden, 0.0)
@@ -92,9 +90,7 @@ def paged_batch(
     max_blocks = max(counts, default=0) + 2
     num_blocks = 1 + sum(counts) + spare_blocks
     order = (1 + torch.randperm(num_blocks - 1, generator=generator, device=device)).tolist()
-    cache = torch.full(
-        (num_blocks, num_kv_heads, block_size, 2 * head_dim), float("nan"), dtype=dtype, device=device
-    )
+    cache = torch.full((num_blocks, num_kv_heads, block_size, 2 * head_dim), float("nan"), dtype=dtype, device=device)
     cache[0] = 3e4
     rows = len(lens) + padding_rows
     table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)

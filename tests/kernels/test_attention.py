@@ -33,9 +33,7 @@ def attend_by_plan(batch: PagedBatch, scale: float, *, window: int = 0, decode_o
     few = Tile(16, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
     many = Tile(64, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
     assert group <= 16
-    plan = make_plan(
-        *sizes, *heads, batch.q.device, window=window, decode_only=decode_only, few=few, many=many
-    )
+    plan = make_plan(*sizes, *heads, batch.q.device, window=window, decode_only=decode_only, few=few, many=many)
     for work in plan.lists:
         work.items.fill_(1 << 20)
     plan.partial_acc.fill_(float("nan"))
@@ -66,9 +64,7 @@ def check(attend, batch: PagedBatch, dtype: torch.dtype, **options) -> None:
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)], ids=["gqa2", "mha", "gqa7"])
 def test_paged_equals_dense(attend, lens, heads, dtype, device):
-    batch = paged_batch(
-        lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, dtype=dtype, device=device
-    )
+    batch = paged_batch(lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=32, dtype=dtype, device=device)
     check(attend, batch, dtype)
 
 
@@ -165,9 +161,7 @@ def test_cache_with_swapped_strides(attend, dtype, device):
 
 
 def test_large_scores_do_not_overflow(attend, dtype, device):
-    batch = paged_batch(
-        [(50, 1), (0, 20)], num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype, device=device
-    )
+    batch = paged_batch([(50, 1), (0, 20)], num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype, device=device)
     batch.q *= 60
     out = attend(batch, 1.0)
     assert bool(torch.isfinite(out).all())

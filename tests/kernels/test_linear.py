@@ -6,9 +6,9 @@ import functools
 
 import pytest
 import torch
+
 from aioengine.kernels import linear
 from aioengine.kernels.linear import SkinnyTile
-
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
 
 # rows, outputs, inputs

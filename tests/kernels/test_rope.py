@@ -38,25 +38,19 @@ def normed(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_q_is_rotated_and_exactly_the_mapped_slots_are_written(
-    rope_and_cache, shape, with_norm, dtype, device
-):
+def test_q_is_rotated_and_exactly_the_mapped_slots_are_written(rope_and_cache, shape, with_norm, dtype, device):
     num_heads, num_kv_heads, head_dim, rotary_dim = shape
     torch.manual_seed(5)
     positions = torch.tensor([0, 7, 31, 2, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([9, 23, -1, 4, -1], dtype=torch.int32, device=device)
     qkv = torch.randn(5, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(dtype)
-    weights = [
-        (1 + torch.randn(head_dim, device=device) / 4).to(dtype) if with_norm else None for _ in range(2)
-    ]
+    weights = [(1 + torch.randn(head_dim, device=device) / 4).to(dtype) if with_norm else None for _ in range(2)]
     theta = angles(32, rotary_dim, device)
     cos_sin = torch.cat((theta.cos(), theta.sin()), dim=1).float()
     cache = torch.randn(NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, 2 * head_dim, device=device).to(dtype)
     model = cache.double()
 
-    q = rope_and_cache(
-        qkv, positions, cos_sin, slots, cache, *weights, 1e-6, num_heads, num_kv_heads, head_dim
-    )
+    q = rope_and_cache(qkv, positions, cos_sin, slots, cache, *weights, 1e-6, num_heads, num_kv_heads, head_dim)
 
     heads = qkv.double().view(5, -1, head_dim)
     here = theta[positions.long()]
@@ -84,9 +78,7 @@ def test_a_cache_with_swapped_strides_is_written_in_place(rope_and_cache, dtype,
     qkv = torch.randn(2, 6 * 32, device=device).to(dtype)
     ints = {"dtype": torch.int32, "device": device}
     cos_sin = torch.cat((torch.ones(1, 16, device=device), torch.zeros(1, 16, device=device)), dim=1)
-    rope_and_cache(
-        qkv, torch.zeros(2, **ints), cos_sin, torch.tensor([3, 8], **ints), cache, None, None, 0.0, 2, 2, 32
-    )
+    rope_and_cache(qkv, torch.zeros(2, **ints), cos_sin, torch.tensor([3, 8], **ints), cache, None, None, 0.0, 2, 2, 32)
     heads = qkv.view(2, 6, 32)
     assert torch.equal(stored[0, 3], torch.cat((heads[0, 2:4], heads[0, 4:6]), dim=-1))
     assert torch.equal(stored[2, 0], torch.cat((heads[1, 2:4], heads[1, 4:6]), dim=-1))

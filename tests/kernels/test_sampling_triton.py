@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from aioengine.kernels import sampling as references
 from aioengine.kernels import sampling_triton as kernels
 from aioengine.kernels.jit import unavailable_reason
@@ -40,9 +41,7 @@ def test_argmax_takes_the_lowest_id_on_ties_and_nan_first(vocab, device):
     assert ids.dtype == torch.int64
     assert ids.tolist() == [int(x[0].argmax()), 2, 0, 3, 0, vocab - 1]
     half = logits(3, vocab, device).half()
-    assert torch.equal(
-        kernels.argmax(half)[:, None], (half == half.max(1, True).values).int().argmax(1, True)
-    )
+    assert torch.equal(kernels.argmax(half)[:, None], (half == half.max(1, True).values).int().argmax(1, True))
     assert kernels.argmax(x[:0]).tolist() == []
 
 

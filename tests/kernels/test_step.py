@@ -49,9 +49,7 @@ def packed(rows: list[Row], device: torch.device) -> torch.Tensor:
     return torch.tensor(data, dtype=torch.int32, device=device)
 
 
-def unpacked_slowly(
-    rows: list[Row], table: list[list[int]], last: list[int], sizes: tuple[int, int, int]
-) -> dict:
+def unpacked_slowly(rows: list[Row], table: list[list[int]], last: list[int], sizes: tuple[int, int, int]) -> dict:
     """What each field must be, as lists; updates `table` in place."""
     num_tokens, num_rows, num_samples = sizes
     for row in rows:
@@ -68,9 +66,7 @@ def unpacked_slowly(
             position = row.computed + i
             out["input_ids"].append(last[row.row] if token == -1 else token)
             out["positions"].append(position)
-            out["slot_mapping"].append(
-                table[row.row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            )
+            out["slot_mapping"].append(table[row.row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         if row.sample:
             out["sample_indices"].append(len(out["input_ids"]) - 1)
             out["sample_rows"].append(row.row)

@@ -1,0 +1,74 @@
+"""Long prefill chunks: the split into a causal square and an unmasked context, and their merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aioengine.kernels import attention_prefill
+from aioengine.kernels.attention import paged_attention
+from aioengine.kernels.attention_plan import fill_plan, make_plan
+from aioengine.kernels.attention_prefill import LongRow, long_prefill_attention, merge, merge_ref, unsupported_reason
+from aioengine.kernels.jit import unavailable_reason
+from tests.kernels.batches import RELATIVE_ERROR, paged_batch, relative_error
+
+
+@pytest.fixture(autouse=True)
+def needs_kernels(device):
+    if unavailable_reason(device) is not None:
+        pytest.skip(unavailable_reason(device))
+
+
+def dense_in_torch(q, kv, scale, is_causal):
+    """What cuDNN computes, for machines without it."""
+    head_dim, group = q.shape[2], q.shape[1] // kv.shape[0]
+    k, v = kv[..., :head_dim].float(), kv[..., head_dim:].float()
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = torch.einsum("qhd,hkd->hqk", q.float(), k) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    out = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out, scores.logsumexp(-1).transpose(0, 1)
+
+
+def test_long_rows_and_the_plan_that_skips_them_cover_the_batch(dtype, device, monkeypatch):
+    if unsupported_reason(device, dtype, 32) is not None:
+        monkeypatch.setattr(attention_prefill, "_dense", dense_in_torch)
+    lens = [(20, 1), (0, 50), (33, 40), (5, 7)]
+    batch = paged_batch(
+        lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, padding_tokens=3, padding_rows=1
+    )
+    plan = make_plan(batch.q.shape[0], 5, 4, 2, 32, device, skip_from=40)
+    fill_plan(plan, batch.query_start_loc, batch.seq_lens)
+    out = torch.full_like(batch.q, float("nan"))
+    paged_attention(batch.q, batch.kv_cache, batch.block_table, plan, 0.2, out=out)
+    assert bool(torch.isnan(out[1:91]).all()), "the plan leaves long rows alone"
+    rows = [LongRow(1, 1, 50, 0), LongRow(2, 51, 40, 33)]
+    long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
+    assert relative_error(out[:98], batch.dense(0.2)[:98]) < RELATIVE_ERROR[dtype]
+    assert bool((out[98:] == 0).all())
+
+
+def test_merge_equals_the_reference_far_apart_and_close(dtype, device):
+    torch.manual_seed(1)
+    a, b = (torch.randn(7, 3, 48, device=device).to(dtype) for _ in range(2))
+    lse_a = torch.randn(3, 7, device=device).transpose(0, 1) * 30
+    lse_b = torch.randn(7, 3, device=device)
+    out = torch.full((7, 144), float("nan"), dtype=dtype, device=device)
+    merge(out, a, lse_a, b, lse_b)
+    assert relative_error(out, merge_ref(a, lse_a, b, lse_b).flatten(1)) < RELATIVE_ERROR[dtype]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((torch.device("cpu"), torch.bfloat16, 128), "needs a CUDA device"),
+        pytest.param((torch.device("cuda"), torch.float32, 128), "not torch.float32", marks=pytest.mark.gpu),
+        pytest.param((torch.device("cuda"), torch.bfloat16, 256), "head sizes", marks=pytest.mark.gpu),
+        pytest.param((torch.device("cuda"), torch.bfloat16, 128, 512), "sliding window", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_refusal_names_its_reason(arguments, reason):
+    if arguments[0].type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert reason in (unsupported_reason(*arguments) or "")
