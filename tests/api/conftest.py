@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from aioengine.api.app import create_app
+from aioengine.api.face import Engine
 from aioengine.api.server import Server, listen, url_of
 from aioengine.config import ServerConfig
 from tests.api.fake_engine import FakeEngine, assert_all_settled
@@ -48,13 +49,13 @@ def client(make_client: MakeClient) -> httpx.AsyncClient:
 class RunningServer:
     """A real server on a free port, in this loop."""
 
-    def __init__(self, server: Server, engine: FakeEngine, host: str, port: int, task: asyncio.Task[int]) -> None:
+    def __init__(self, server: Server, engine: Engine, host: str, port: int, task: asyncio.Task[int]) -> None:
         self.server, self.engine, self.host, self.port, self.task = server, engine, host, port, task
         self.url = f"http://{host}:{port}"
 
 
 @asynccontextmanager
-async def running_server(engine: FakeEngine, **options: object) -> AsyncIterator[RunningServer]:
+async def running_server(engine: Engine, **options: object) -> AsyncIterator[RunningServer]:
     """Runs uvicorn as `aioengine serve` does, and stops it."""
     sock = listen("127.0.0.1", 0)
     host, port = sock.getsockname()
