@@ -9,6 +9,7 @@ profile run left free, streams and step completion inside its own runner.
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -136,6 +137,16 @@ def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig
             param="kv_cache_memory_bytes",
         )
     return int(num_blocks)
+
+
+def processor_name() -> str:
+    """The processor as its maker calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def available_memory_bytes() -> int:

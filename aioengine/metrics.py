@@ -119,14 +119,15 @@ class EngineMetrics:
         yield self._gauge("num_requests_running", "Requests that hold a row of the batch", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the waiting queues", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.kv_cache_usage)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens)
+        queried, hit = stats.prefix_queries_tokens, stats.prefix_hit_tokens
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queried)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", hit)
         yield self._counter("num_preemptions", "Requests preempted for lack of KV blocks", stats.num_preemptions)
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
         yield self._counter("prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated", self.generation_tokens)
         yield self._counter("requests_received", "Requests accepted by intake", self.requests_received)
-        yield self._counter("requests_rejected", "Requests refused before anything was allocated", self.requests_rejected)
+        yield self._counter("requests_rejected", "Requests refused by intake", self.requests_rejected)
         success = CounterMetricFamily(
             "aioengine_request_success", "Choices finished, by reason", labels=["finished_reason"]
         )
@@ -136,7 +137,7 @@ class EngineMetrics:
         for name, help, histogram in (
             ("time_to_first_token_seconds", "Arrival to first token", self.time_to_first_token),
             ("inter_token_latency_seconds", "Time between two tokens of a choice", self.inter_token_latency),
-            ("time_per_output_token_seconds", "Mean time per token after the first, per choice", self.time_per_output_token),
+            ("time_per_output_token_seconds", "Mean time per token after a choice's first", self.time_per_output_token),
             ("request_queue_time_seconds", "Arrival to first scheduling", self.queue_time),
             ("e2e_request_latency_seconds", "Arrival to end", self.request_latency),
             ("step_time_seconds", "Launch to completion of a forward pass", self.step_time),

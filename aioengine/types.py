@@ -20,6 +20,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy; the same constant guards the division (checklist G4)."""
 
 _MAX_SEED = 2**63 - 1
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Put spaces between special tokens when they are kept in the text."""
+    """Kept for compatibility: special tokens are separated as the tokenizer's own decoder does it."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -109,7 +110,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(self, name, -1, 2**31 - 1)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
         for text in self.stop:

@@ -13,7 +13,6 @@ import platform
 import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,10 +22,11 @@ from aioengine.checkpoint import Checkpoint, load_checkpoint
 from aioengine.cli.flags import engine_config
 from aioengine.cli.startup_report import aligned, mebibytes
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
-from aioengine.device import available_memory_bytes, cpu_num_blocks, kv_bytes_per_token
+from aioengine.device import available_memory_bytes, cpu_num_blocks, kv_bytes_per_token, processor_name
 from aioengine.fastcore import native
 from aioengine.startup import fit_context
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKAGES = ("torch", "triton", "numpy", "uvloop", "starlette", "uvicorn", "tokenizers", "gguf")
 
 
@@ -77,20 +77,13 @@ def _devices() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": {
-            "name": _cpu_name(),
+            "name": processor_name(),
             "num_cores": usable_cores(),
             "isa": native.isa(),
             "available_bytes": available_memory_bytes(),
         },
         "cuda": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
-
-
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -111,7 +104,7 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "context_length": spec.context_length,
         "sliding_window": spec.sliding_window,
-        "has_chat_template": bool(checkpoint.chat_templates),
+        "has_chat_template": checkpoint.chat_template is not None,
         "sampling_defaults": dict(checkpoint.generation_defaults),
     }
 
@@ -119,19 +112,19 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """How it would run now; on a GPU the pool gets what the weights leave, which only loading tells."""
     spec = checkpoint.config
-    itemsize = 4 if resolved.kv_cache_dtype == "float32" else 2
+    bytes_per_token = kv_bytes_per_token(spec, DTYPE_BYTES[resolved.kv_cache_dtype])
     num_kv_tokens = None
     if resolved.device == "cpu":
         available_bytes = available_memory_bytes()
+        resolved = fit_context(config, resolved, spec, available_bytes)
         num_blocks = cpu_num_blocks(spec, resolved, config.cache, available_bytes)
         num_kv_tokens = (num_blocks - 1) * resolved.block_size
-        resolved = fit_context(config, resolved, spec, available_bytes)
     return {
         "device": resolved.device,
         "num_threads": resolved.num_threads,
         "dtype": resolved.dtype,
         "kv_cache_dtype": resolved.kv_cache_dtype,
-        "kv_bytes_per_token": kv_bytes_per_token(spec, itemsize),
+        "kv_bytes_per_token": bytes_per_token,
         "num_kv_tokens": num_kv_tokens,
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,

@@ -1,0 +1,192 @@
+"""`aioengine bench`: `latency`, `throughput` and `transformers` (the same work by the engine and by it).
+
+Each prints a table and, with `--json FILE`, writes all figures with machine, versions and command. Figures
+are medians of `--repeats` runs after a warm-up. Options of the engine are those of `aioengine serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import uvloop
+
+from aioengine import AsyncEngine
+from aioengine.bench.report import peak_memory_bytes, print_table, write_json
+from aioengine.bench.workloads import Job, median_run, random_prompts, run_jobs, summarize
+from aioengine.cli.flags import add_config_flags, engine_config
+from aioengine.config import GROUPS
+from aioengine.errors import InvalidConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `aioengine bench ARGV`; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    if getattr(args, "input_len", 1) < 1 or args.repeats < 1:
+        raise InvalidConfig("--input-len and --repeats must be at least 1")
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = args.run
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(args))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all benchmarks."""
+    parser = argparse.ArgumentParser(prog="aioengine bench", description="Measure latency and throughput.")
+    kinds = parser.add_subparsers(required=True, metavar="BENCHMARK")
+
+    latency = _add(kinds, "latency", run_latency, "Time to prefill and time per token at fixed batch sizes.")
+    latency.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="Batch sizes (default: 1 8).")
+    _add_lengths(latency, input_len=128, output_len=128)
+
+    throughput = _add(kinds, "throughput", run_throughput, "Many requests at once, or arriving at a rate.")
+    throughput.add_argument("--num-prompts", type=int, default=64, help="Requests (default: 64).")
+    throughput.add_argument("--request-rate", type=float, help="Poisson arrivals per second; by default all at once.")
+    throughput.add_argument("--prefix-len", type=int, default=0, help="Equal tokens at the start of all prompts.")
+    throughput.add_argument("--temperature", type=float, default=0.0, help="Sampling temperature (default: 0).")
+    _add_lengths(throughput, input_len=128, output_len=64)
+
+    _add(
+        kinds,
+        "transformers",
+        run_transformers,
+        "The same GGUF model by this engine and by transformers (float32), in one run, with ratios.",
+    )
+    return parser
+
+
+async def run_latency(args: argparse.Namespace) -> None:
+    """Runs each batch with 1 and with `output_len` outputs; the difference is the time per token."""
+    rows = []
+    if args.output_len < 2:
+        raise InvalidConfig("--output-len must be at least 2 for a time per token")
+    async with AsyncEngine(engine_config(args)) as engine:
+        for batch_size in args.batch_size:
+            prefills, per_token = [], []
+            for repeat in range(args.repeats + 1):
+                seed = 1000 * batch_size + repeat
+                short = await _elapsed(engine, batch_size, args.input_len, 1, seed)
+                long = await _elapsed(engine, batch_size, args.input_len, args.output_len, seed + 500)
+                if repeat:  # the first one warms up
+                    prefills.append(1000 * short)
+                    per_token.append(1000 * (long - short) / (args.output_len - 1))
+            token_ms = statistics.median(per_token)
+            rows.append(
+                {
+                    "batch_size": batch_size,
+                    "prefill_ms": round(statistics.median(prefills), 2),
+                    "per_token_ms": round(token_ms, 3),
+                    "decode_tokens_per_s": round(1000 * batch_size / token_ms, 1),
+                }
+            )
+        title = f"latency, {engine.model.name}: {args.input_len} in, {args.output_len} out, median of {args.repeats}"
+    print_table(title, rows)
+    write_json(args.json, {"benchmark": "latency", "median_of": args.repeats, "rows": rows})
+
+
+async def run_throughput(args: argparse.Namespace) -> None:
+    """Runs all requests; the median run by output tokens per second is reported."""
+    if args.prefix_len > args.input_len:
+        raise InvalidConfig("--prefix-len must not be above --input-len")
+    runs = []
+    async with AsyncEngine(engine_config(args)) as engine:
+        vocab_size = engine.model.vocab_size
+        await _elapsed(engine, 2, args.input_len, 2, seed=99)
+        for repeat in range(args.repeats):
+            prompts = random_prompts(
+                args.num_prompts, args.input_len, vocab_size, repeat, prefix_len=args.prefix_len
+            )
+            jobs = [Job(prompt, args.output_len) for prompt in prompts]
+            lines, elapsed_s = await run_jobs(engine, jobs, args.temperature, args.request_rate, seed=repeat)
+            runs.append(summarize(lines, elapsed_s))
+        lag_s = engine.stats().loop_lag_p99_s
+        title = f"throughput, {engine.model.name}: median of {args.repeats}"
+    chosen = median_run(runs, "output_tokens_per_s")
+    print_table(title, [{"figure": name, "value": value} for name, value in chosen.items()])
+    report = {"benchmark": "throughput", "median_of": args.repeats, "median": chosen, "runs": runs}
+    write_json(args.json, {**report, "loop_lag_p99_s": lag_s})
+
+
+async def run_transformers(args: argparse.Namespace) -> None:
+    """Alternates between both; needs the package transformers and a GGUF model."""
+    from aioengine.bench.transformers_peer import TransformersPeer
+
+    async with AsyncEngine(engine_config(args)) as engine:
+        ours: dict[str, list[float]] = {"alone": [], "batch16": [], "prefill512": []}
+        vocab_size = engine.model.vocab_size
+        for repeat in range(args.repeats + 1):
+            figures = {
+                "alone": 64 / await _decode_s(engine, vocab_size, 1, repeat),
+                "batch16": 16 * 64 / await _decode_s(engine, vocab_size, 16, repeat),
+                "prefill512": 512 / await _elapsed(engine, 1, 512, 1, 7000 + repeat),
+            }
+            if repeat:
+                for name, value in figures.items():
+                    ours[name].append(value)
+        lag_s = engine.stats().loop_lag_p99_s
+        peak = peak_memory_bytes()  # before the peer takes its own
+    peer = TransformersPeer(args)
+    theirs = peer.measure(args.repeats)
+    labels = {
+        "alone": "128 in, 64 out, alone: output tokens/s",
+        "batch16": "the same, 16 at once: output tokens/s",
+        "prefill512": "512 in, 1 out: prompt tokens/s",
+    }
+    rows = []
+    for name, label in labels.items():
+        own, other = statistics.median(ours[name]), statistics.median(theirs[name])
+        rows.append(
+            {"work": label, "aioengine": round(own, 1), "transformers": round(other, 1), "ratio": round(own / other, 2)}
+        )
+    own_ratio = statistics.median(ours["batch16"]) / statistics.median(ours["alone"])
+    print_table(f"aioengine and transformers (float32), median of {args.repeats}", rows)
+    print(f"16 at once over one alone: {own_ratio:.2f}; peak memory {peak / 2**20:,.0f} MiB; loop lag p99 {lag_s} s")
+    write_json(
+        args.json,
+        {
+            "benchmark": "transformers",
+            "median_of": args.repeats,
+            "rows": rows,
+            "batch16_over_alone": own_ratio,
+            "engine_peak_memory_bytes": peak,
+            "loop_lag_p99_s": lag_s,
+        },
+    )
+
+
+async def _elapsed(engine: AsyncEngine, batch_size: int, input_len: int, output_len: int, seed: int) -> float:
+    prompts = random_prompts(batch_size, input_len, engine.model.vocab_size, seed)
+    _, elapsed_s = await run_jobs(engine, [Job(prompt, output_len) for prompt in prompts])
+    return elapsed_s
+
+
+async def _decode_s(engine: AsyncEngine, vocab_size: int, batch_size: int, seed: int) -> float:
+    """Seconds for `batch_size` requests of 128 in, 64 out, prefill included."""
+    prompts = random_prompts(batch_size, 128, vocab_size, 100 * batch_size + seed)
+    begun = time.perf_counter()
+    await run_jobs(engine, [Job(prompt, 64) for prompt in prompts])
+    return time.perf_counter() - begun
+
+
+def _add(
+    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
+    summary: str,
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(run=run)
+    parser.add_argument("--repeats", type=int, default=3, help="Runs whose median is reported (default: 3).")
+    parser.add_argument("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    add_config_flags(parser, GROUPS)
+    return parser
+
+
+def _add_lengths(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
+    parser.add_argument("--input-len", type=int, default=input_len, help=f"Prompt tokens (default: {input_len}).")
+    parser.add_argument("--output-len", type=int, default=output_len, help=f"Output tokens (default: {output_len}).")

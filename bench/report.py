@@ -1,0 +1,68 @@
+"""Tables on the terminal and JSON in files, with everything a figure needs to be believed.
+
+A figure without machine, versions and command is worth nothing, so every report carries them.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from aioengine.config import usable_cores
+from aioengine.device import processor_name
+
+PACKAGES = ("aioengine", "torch", "triton", "transformers", "numpy", "uvloop")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, GPU and versions."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"processor": processor_name(), "cores": usable_cores(), "gpus": gpus, "versions": versions}
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had resident so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows with equal keys as a table on standard output."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(_shown(value) for value in row.values()))
+    Console().print(table)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def write_json(path: str | None, report: Mapping[str, Any]) -> None:
+    """Writes a report with machine and command beside it, if a file was asked for."""
+    if path is None:
+        return
+    command = " ".join(["aioengine", "bench", *sys.argv[2:]])
+    full = {"command": command, "machine": machine(), "peak_memory_bytes": peak_memory_bytes(), **report}
+    Path(path).write_bytes(orjson.dumps(full, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

@@ -1,0 +1,126 @@
+"""Architecture that a test can hold: who imports whom, documented options, one version, a README that runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import aioengine
+from aioengine.cli.flags import flag_name, flag_table
+from aioengine.config import GROUPS, ServerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC_FACE = {"aioengine", "aioengine.config", "aioengine.errors", "aioengine.types"}
+FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "base"}
+
+# Folder -> prefixes of our own modules that it may import.
+ALLOWED = {
+    "kernels": ("aioengine.kernels",),
+    "api": ("aioengine.api", *sorted(PUBLIC_FACE)),
+    "bench": ("aioengine.bench", "aioengine.cli", "aioengine.device", "aioengine.model_source", *sorted(PUBLIC_FACE)),
+    "aioengine": ("aioengine",),
+}
+LEAVES = {"types", "config", "errors"}
+
+
+def _python_files(folder: str) -> Iterator[Path]:
+    return (p for p in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in p.parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Absolute names of modules imported anywhere in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED))
+def test_folders_import_only_what_they_may(folder: str) -> None:
+    exact = {name for name in ALLOWED[folder] if name in PUBLIC_FACE}
+    prefixes = tuple(name for name in ALLOWED[folder] if name not in PUBLIC_FACE or folder == "aioengine")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in _python_files(folder)
+        for name in _imports(path)
+        if name.split(".")[0] == "aioengine"
+        and name not in exact
+        and not any(name == p or name.startswith(p + ".") for p in prefixes)
+    ]
+    assert not wrong
+
+
+def test_the_core_knows_nothing_of_us_and_no_torch() -> None:
+    wrong = []
+    for path in sorted((ROOT / "fastcore").glob("*.py*")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            match = re.match(r"\s*(?:from|import|cimport)\s+([\w.]+)", line)
+            name = match[1] if match else ""
+            if name == "torch" or (name.startswith("aioengine") and not name.startswith("aioengine.fastcore")):
+                wrong.append(f"{path.name}: {line.strip()}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_the_leaf_modules_import_nothing_of_ours_but_errors(name: str) -> None:
+    own = [i for i in _imports(ROOT / "aioengine" / f"{name}.py") if i.split(".")[0] == "aioengine"]
+    assert set(own) <= {"aioengine.errors"}
+
+
+def test_only_config_reads_the_environment() -> None:
+    """A child process may be given a copy of all of it; nobody else looks a variable up."""
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in ("aioengine", "api", "bench", "kernels")
+        for path in _python_files(folder)
+        if path.name != "config.py" and re.search(r"getenv|environ(\[|\.get)", path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    names = {p.stem for folder in ("aioengine", "api", "bench", "kernels", "fastcore") for p in _python_files(folder)}
+    assert not names & FORBIDDEN_NAMES
+
+
+def test_public_names_are_exactly_the_documented_ones() -> None:
+    assert set(aioengine.__all__) == {
+        "AsyncEngine",
+        "EngineConfig",
+        "RequestOutput",
+        "SamplingParams",
+        *(n for n in dir(aioengine.errors) if isinstance(getattr(aioengine.errors, n), type)),
+    }
+    assert all(hasattr(aioengine, name) for name in aioengine.__all__)
+
+
+@pytest.mark.parametrize("cls", [*GROUPS.values(), ServerConfig])
+def test_every_option_has_a_sentence_and_a_row_in_the_readme(cls: type) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(cls):
+        assert field.metadata["help"].endswith("."), field.name
+        assert f"`{flag_name(field.name)}`" in readme, field.name
+
+
+def test_the_readme_has_the_generated_tables() -> None:
+    assert flag_table() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_readme_s_test_command() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = next(line for line in readme.splitlines() if line.endswith("pytest"))
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_there_is_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    build = re.search(r"version: '([\d.]+)'", (ROOT / "meson.build").read_text(encoding="utf-8"))
+    assert build is not None
+    assert project == build[1] == aioengine.__version__
