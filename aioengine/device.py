@@ -1,27 +1,34 @@
 """Devices: what can run a model, how much memory it has, and the operations it offers.
 
-A device owns its operations (`Ops`) and hands out the KV pool. It knows nothing of steps or requests: those
-are the runner's. `loader.py` makes one per engine, in a thread; the runner closes it.
+A device owns its operations (`Ops`), hands out the KV pool and turns a model into a forward pass, recorded
+once and replayed where it can be. It knows nothing of requests: those are the runner's. `startup.py` makes
+one per engine, in a thread; the runner closes it.
 
 What a CUDA device adds lives behind the same calls: `ops` from its kernels, `allocate_kv_cache` from what a
-profile run left free, streams and step completion inside its own runner.
+profile run left free, `forward_pass` as graphs captured per bucket of tokens, streams and step completion
+inside its own runner.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
+from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.layers.ops import Ops
-from aioengine.layers.ops_cpu import CpuOps
+from aioengine.layers.ops_cpu import CpuForward, CpuOps
 from aioengine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from aioengine.models import Model
 
 DEFAULT_POOL_BYTES = 512 << 20
 POOL_SHARE = 0.4
@@ -47,6 +54,23 @@ class MemoryReport:
         return (self.num_blocks - 1) * self.block_size
 
 
+class ForwardPass(Protocol):
+    """Computes the hidden states of a step, by replay where the device can record a forward pass."""
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """[T, H] after the final norm; valid until the next call. Writes the step's keys and values."""
+
+
+class EagerForward:
+    """Calls the model for every step, one operation after the other."""
+
+    def __init__(self, model: Model, kv_caches: Sequence[torch.Tensor], ops: Ops) -> None:
+        self._model, self._kv_caches, self._ops = model, kv_caches, ops
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        return self._model.forward(input_ids, positions, StepContext(self._ops, meta, self._kv_caches))
+
+
 class Device(Protocol):
     """Called from the thread that loads, before any step runs; `close` after the last one."""
 
@@ -59,6 +83,9 @@ class Device(Protocol):
 
     def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
         """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], contents undefined."""
+
+    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+        """The model's forward pass over this cache in the fastest form that the configuration allows."""
 
     def close(self) -> None:
         """Gives back what the device holds apart from tensors. May be called twice."""
@@ -83,6 +110,7 @@ class CpuDevice:
                 )
         native.set_num_threads(resolved.num_threads)
         self._ops = ops if ops is not None else CpuOps()
+        self._records = ops is None and resolved.optimization_level > 0
 
     @property
     def ops(self) -> Ops:
@@ -95,8 +123,13 @@ class CpuDevice:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
         return list(torch.empty(shape, dtype=torch.float32).unbind(0))
 
+    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+        if self._records:
+            return CpuForward(model, kv_caches, max_num_tokens)
+        return EagerForward(model, kv_caches, self._ops)
+
     def close(self) -> None:
-        pass
+        native.stop_threads()
 
 
 def create_device(resolved: ResolvedConfig) -> Device:
@@ -119,9 +152,16 @@ def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig
     """How many KV blocks a CPU gets: as asked for, else 512 MiB or one full context within 40 % of memory.
 
     Raises:
-        InvalidConfig: not even one block of tokens fits beside the null block.
+        InvalidConfig: not even one block of tokens fits beside the null block, or there are too many blocks.
     """
+    most = (2**31 - 1) // resolved.block_size  # slots are int32
     if cache.num_gpu_blocks_override is not None:
+        if cache.num_gpu_blocks_override > most:
+            raise InvalidConfig(
+                f"num_gpu_blocks_override={cache.num_gpu_blocks_override} is above {most}, the most "
+                f"for blocks of {resolved.block_size} tokens",
+                param="num_gpu_blocks_override",
+            )
         return cache.num_gpu_blocks_override
     block_bytes = kv_bytes_per_token(spec, 4) * resolved.block_size
     if cache.kv_cache_memory_bytes is not None:
@@ -129,7 +169,7 @@ def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig
     else:
         full_context = (-(-resolved.max_model_len // resolved.block_size) + 1) * block_bytes
         pool_bytes = min(max(DEFAULT_POOL_BYTES, full_context), int(available_bytes * POOL_SHARE))
-    num_blocks = min(pool_bytes // block_bytes, (2**31 - 1) // resolved.block_size)
+    num_blocks = min(pool_bytes // block_bytes, most)
     if num_blocks < 2:
         raise InvalidConfig(
             f"a KV pool of {pool_bytes} bytes holds fewer than two blocks of {block_bytes} bytes; "

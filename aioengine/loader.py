@@ -93,6 +93,7 @@ def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfi
         memory,
         vocab_size=spec.vocab_size,
         max_num_seqs=resolved.max_num_seqs,
+        max_num_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
     )
     runner.warm_up()

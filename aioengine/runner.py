@@ -26,13 +26,14 @@ import torch
 from numpy.typing import NDArray
 
 from aioengine.batch import HostRows, HostStep, PromptSpan, scored_rows
-from aioengine.device import Device, MemoryReport
+from aioengine.device import Device, ForwardPass, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
 
 if TYPE_CHECKING:
     from aioengine.fastcore.step_buffer import StepPlan
+    from aioengine.layers.ops import Ops
     from aioengine.models import Model
 
 __all__ = ["CpuRunner", "MemoryReport", "RowLogprobs", "Runner", "StepResult"]
@@ -122,6 +123,7 @@ class CpuRunner:
         *,
         vocab_size: int,
         max_num_seqs: int,
+        max_num_tokens: int,
         max_model_len: int,
     ) -> None:
         self.memory = memory
@@ -129,7 +131,8 @@ class CpuRunner:
         max_blocks = -(-max_model_len // memory.block_size)
         self._work: _StepWork | None = _StepWork(
             model,
-            device,
+            device.forward_pass(model, kv_caches, max_num_tokens),
+            device.ops,
             kv_caches,
             HostRows(max_num_seqs, max_blocks, memory.block_size),
             Sampler(vocab_size, max_num_seqs),
@@ -221,7 +224,8 @@ class _StepWork:
     """What the worker thread runs steps with; used by no other thread once steps are launched."""
 
     model: Model
-    device: Device
+    forward: ForwardPass
+    ops: Ops
     kv_caches: Sequence[torch.Tensor]
     rows: HostRows
     sampler: Sampler
@@ -232,8 +236,8 @@ class _StepWork:
         for join in launched.joins:
             self.sampler.join(join.row, join.sampling, join.prompt_ids, join.output_ids)
         step = self.rows.unpack(launched.buffer)
-        ctx = StepContext(self.device.ops, step.attention, self.kv_caches)
-        hidden = self.model.forward(step.input_ids, step.positions, ctx)
+        hidden = self.forward(step.input_ids, step.positions, step.attention)
+        ctx = StepContext(self.ops, step.attention, self.kv_caches)
         result = self._sample(step, hidden, ctx)
         if step.prompt_spans:
             self._score_prompts(step.prompt_spans, launched.prompt_targets, hidden, ctx, result)
@@ -287,9 +291,9 @@ class _StepWork:
             return torch.tensor(values, dtype=torch.int32)
 
         meta = AttentionMetadata(ints(0, 1), ints(1), ints(0)[None], ints(-1), 1, 1, 1, 1)
-        ctx = StepContext(self.device.ops, meta, self.kv_caches)
         with torch.no_grad():
-            self.model.logits(self.model.forward(ints(0), ints(0), ctx), ctx)
+            hidden = self.forward(ints(0), ints(0), meta)
+            self.model.logits(hidden, StepContext(self.ops, meta, self.kv_caches))
 
 
 def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:

@@ -78,6 +78,8 @@ def set_num_threads(count: int) -> None:
     """Threads of the process-wide pool, the calling one included; started when first needed."""
 
 def num_threads() -> int: ...
+def stop_threads() -> None:
+    """Ends and joins the pool's threads; they are started again when needed."""
 def set_isa(name: str) -> None:
     """Forces an instruction-set level ("avx512", "avx2", "generic"); ValueError if it does not run here."""
 
@@ -172,3 +174,76 @@ def paged_attention(
 
     window: keys a query sees at most, itself included (0: all); softcap: 0 for none. Batch-invariant per row.
     """
+
+# ---- tape: kernel calls recorded once and run for every step -------------------------------------------
+
+class Tape:
+    """A forward pass as a list of kernel calls with fixed addresses.
+
+    Each method takes the arguments of the kernel of the same name and appends a call. What a step decides, the
+    number of rows or tokens and the addresses of its inputs, is ignored there and taken from `run`. Weights are
+    kept alive; the memory behind all other addresses is the caller's duty.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def rows(self, matrix: PackedMatrix, ids_ptr: int, count: int, out_ptr: int) -> None: ...
+    def matmul(
+        self, x_ptr: int, m: int, ldx: int, weights: PackedMatrix, bias_ptr: int, y_ptr: int, ldy: int
+    ) -> None: ...
+    def rms_norm(self, x_ptr: int, w_ptr: int, eps: float, y_ptr: int, rows: int, dim: int) -> None: ...
+    def add_rms_norm(
+        self, x_ptr: int, residual_ptr: int, w_ptr: int, eps: float, y_ptr: int, rows: int, dim: int
+    ) -> None: ...
+    def silu_mul(self, gate_up_ptr: int, y_ptr: int, rows: int, dim: int) -> None: ...
+    def rope_and_cache(
+        self,
+        qkv_ptr: int,
+        num_tokens: int,
+        positions_ptr: int,
+        cos_sin_ptr: int,
+        slot_mapping_ptr: int,
+        kv_cache_ptr: int,
+        kv_dtype: int,
+        q_norm_ptr: int,
+        k_norm_ptr: int,
+        eps: float,
+        q_out_ptr: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        block_size: int,
+    ) -> None: ...
+    def paged_attention(
+        self,
+        q_ptr: int,
+        kv_cache_ptr: int,
+        kv_dtype: int,
+        block_table_ptr: int,
+        block_table_stride: int,
+        query_start_ptr: int,
+        seq_lens_ptr: int,
+        num_seqs: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        out_ptr: int,
+    ) -> None: ...
+    def run(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        input_ids_ptr: int,
+        positions_ptr: int,
+        slot_mapping_ptr: int,
+        block_table_ptr: int,
+        block_table_stride: int,
+        query_start_ptr: int,
+        seq_lens_ptr: int,
+    ) -> None:
+        """Runs all calls in order, without the GIL; all arrays are int32."""

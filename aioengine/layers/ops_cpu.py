@@ -3,6 +3,9 @@
 Activations are float32 and live in scratch buffers that are made once and used again, so the layer loop
 allocates nothing. Kernels get raw addresses; shapes are checked where buffers are made, not per call. One
 instance belongs to one engine and to the thread that runs its steps.
+
+With a tape, nothing is computed: every kernel call is recorded there instead (`CpuForward`), which takes
+Python out of the forward pass: no interpreter between kernels, and no contest for its lock.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.fastcore import native
-from aioengine.layers.context import AttentionMetadata
+from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.layers.ops import Weight
 
 if TYPE_CHECKING:
+    from aioengine.models import Model
     from aioengine.raw_tensor import RawTensor
 
 _KV_CODES = {
@@ -25,7 +29,6 @@ _KV_CODES = {
     torch.float16: native.KV_FLOAT16,
     torch.bfloat16: native.KV_BFLOAT16,
 }
-_MAX_CACHED_VIEWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +52,31 @@ class PackedWeight:
 
 
 class _Scratch:
-    """One buffer that grows to the largest result asked of it; hands out views [rows, width]."""
+    """Results of one operation: a buffer for each width, as long as the longest asked for yet."""
 
-    __slots__ = ("_flat", "_views")
+    __slots__ = ("_buffers",)
 
     def __init__(self) -> None:
-        self._flat = torch.empty(0)
-        self._views: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def view(self, rows: int, width: int) -> tuple[torch.Tensor, int]:
-        """A float32 tensor [rows, width] and its address."""
-        cached = self._views.get((rows, width))
-        if cached is not None:
-            return cached
-        if rows * width > self._flat.numel():
-            self._flat = torch.empty(rows * width)
-            self._views.clear()
-        if len(self._views) >= _MAX_CACHED_VIEWS:
-            self._views.clear()
-        tensor = self._flat[: rows * width].view(rows, width)
-        made = self._views[rows, width] = (tensor, tensor.data_ptr())
-        return made
+        """A float32 tensor [rows, width] and its address, which changes only when the buffer grows."""
+        buffer = self._buffers.get(width)
+        if buffer is None or buffer.shape[0] < rows:
+            buffer = self._buffers[width] = torch.empty(rows, width)
+        return buffer[:rows], buffer.data_ptr()
 
 
 class CpuOps:
-    """See `Ops` for what each operation does."""
+    """See `Ops` for what each operation does.
 
-    def __init__(self) -> None:
+    Args:
+        tape: record calls there instead of running them; the forward pass only.
+    """
+
+    def __init__(self, tape: native.Tape | None = None) -> None:
+        self._kernels = native if tape is None else tape
+        self._rows = native.PackedMatrix.rows if tape is None else tape.rows
         self._embedded = _Scratch()
         self._normed = _Scratch()
         self._projected = _Scratch()
@@ -99,13 +100,13 @@ class CpuOps:
     def embed(self, input_ids: torch.Tensor, table: Weight) -> torch.Tensor:
         matrix = _own(table).matrix
         out, address = self._embedded.view(input_ids.shape[0], matrix.k)
-        matrix.rows(input_ids.data_ptr(), input_ids.shape[0], address)
+        self._rows(matrix, input_ids.data_ptr(), input_ids.shape[0], address)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, dim = x.shape
         out, address = self._normed.view(rows, dim)
-        native.rms_norm(x.data_ptr(), weight.data_ptr(), eps, address, rows, dim)
+        self._kernels.rms_norm(x.data_ptr(), weight.data_ptr(), eps, address, rows, dim)
         return out
 
     def add_rms_norm(
@@ -113,7 +114,7 @@ class CpuOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, dim = x.shape
         out, address = self._normed.view(rows, dim)
-        native.add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, address, rows, dim)
+        self._kernels.add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, address, rows, dim)
         return out, residual
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -135,7 +136,7 @@ class CpuOps:
     ) -> torch.Tensor:
         num_tokens = qkv.shape[0]
         q, address = self._queries.view(num_tokens, num_heads * head_dim)
-        native.rope_and_cache(
+        self._kernels.rope_and_cache(
             qkv.data_ptr(),
             num_tokens,
             positions.data_ptr(),
@@ -168,7 +169,7 @@ class CpuOps:
         _, num_kv_heads, block_size, kv_width = kv_cache.shape
         head_dim = kv_width // 2
         out, address = self._attended.view(num_tokens, width)
-        native.paged_attention(
+        self._kernels.paged_attention(
             q.data_ptr(),
             kv_cache.data_ptr(),
             _KV_CODES[kv_cache.dtype],
@@ -191,7 +192,7 @@ class CpuOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape
         out, address = self._activated.view(rows, width // 2)
-        native.silu_mul(gate_up.data_ptr(), address, rows, width // 2)
+        self._kernels.silu_mul(gate_up.data_ptr(), address, rows, width // 2)
         return out
 
     def logits(self, hidden: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -202,8 +203,42 @@ class CpuOps:
         matrix, bias = weight.matrix, weight.bias
         out, address = scratch.view(rows, matrix.n)
         bias_address = bias.data_ptr() if bias is not None else 0
-        native.matmul(x.data_ptr(), rows, k, matrix, bias_address, address, matrix.n)
+        self._kernels.matmul(x.data_ptr(), rows, k, matrix, bias_address, address, matrix.n)
         return out
+
+
+class CpuForward:
+    """A model's forward pass, recorded once and replayed for every step.
+
+    Args:
+        max_num_tokens: most tokens of a step; scratch is reserved for them, but occupies memory only as used.
+    """
+
+    def __init__(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._tape = native.Tape()
+        self._recorder = CpuOps(self._tape)  # owns the scratch that the tape's addresses point into
+        self._kv_caches = kv_caches
+        ints = torch.empty(max_num_tokens, dtype=torch.int32)
+        meta = AttentionMetadata(ints, ints, ints[:, None], ints, max_num_tokens, 1, 1, 1)
+        self._hidden = model.forward(ints, ints, StepContext(self._recorder, meta, kv_caches))
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Hidden states of a step [T, H]; valid until the next call."""
+        if meta.num_tokens > self._max_num_tokens:
+            raise ValueError(f"a step of {meta.num_tokens} tokens, recorded for {self._max_num_tokens}")
+        self._tape.run(
+            meta.num_tokens,
+            meta.num_seqs,
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            meta.slot_mapping.data_ptr(),
+            meta.block_table.data_ptr(),
+            meta.block_table.stride(0),
+            meta.query_start_loc.data_ptr(),
+            meta.seq_lens.data_ptr(),
+        )
+        return self._hidden[: meta.num_tokens]
 
 
 def _own(weight: Weight) -> PackedWeight:

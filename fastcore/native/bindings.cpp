@@ -15,6 +15,7 @@
 #include "isa.h"
 #include "packed_matrix.h"
 #include "qmatmul.h"
+#include "tape.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -301,6 +302,7 @@ void register_cpu_kernels(nb::module_& m) {
     m.def("set_isa", &aio::set_isa, "name"_a);
     m.def("isa", [] { return std::string(aio::current_isa().name); });
     m.def("available_isas", &aio::available_isas);
+    m.def("stop_threads", &aio::stop_threads, NoGil());
     nb::module_::import_("atexit").attr("register")(nb::cpp_function(&aio::stop_threads, NoGil()));
 
     nb::class_<aio::PackedMatrix>(m, "PackedMatrix")
@@ -330,10 +332,97 @@ void register_cpu_kernels(nb::module_& m) {
           "head_dim"_a, "block_size"_a, "scale"_a, "window"_a, "softcap"_a, "out_ptr"_a, NoGil());
 }
 
+// ---- tape: kernel calls recorded once and run for every step ---------------------------------------------
+//
+// Each method takes the arguments of the kernel of the same name. What a step decides (the number of rows or
+// tokens, the addresses of its inputs) is taken from run() instead.
+
+void run_tape(const aio::Tape& tape, int num_tokens, int num_seqs, Address input_ids, Address positions,
+              Address slot_mapping, Address block_table, int64_t block_table_stride, Address query_start,
+              Address seq_lens) {
+    require(num_tokens > 0 && num_seqs > 0, "a step needs at least one token and one sequence");
+    aio::StepArgs step;
+    step.num_tokens = num_tokens;
+    step.num_seqs = num_seqs;
+    step.input_ids = pointer<const int32_t>(input_ids, "input_ids");
+    step.positions = pointer<const int32_t>(positions, "positions");
+    step.slot_mapping = pointer<const int32_t>(slot_mapping, "slot_mapping");
+    step.block_table = pointer<const int32_t>(block_table, "block_table");
+    step.block_table_stride = block_table_stride;
+    step.query_start = pointer<const int32_t>(query_start, "query_start");
+    step.seq_lens = pointer<const int32_t>(seq_lens, "seq_lens");
+    tape.run(step);
+}
+
+Address address(const void* p) { return reinterpret_cast<Address>(p); }
+
+void register_tape(nb::module_& m) {
+    using aio::StepArgs;
+    using aio::Tape;
+    nb::class_<Tape>(m, "Tape")
+        .def(nb::init<>())
+        .def("__len__", &Tape::size)
+        .def("rows",
+             [](Tape& tape, const aio::PackedMatrix& matrix, Address, int64_t, Address out) {
+                 tape.add([=](const StepArgs& s) { rows(matrix, address(s.input_ids), s.num_tokens, out); });
+             },
+             "matrix"_a, "ids_ptr"_a, "count"_a, "out_ptr"_a)
+        .def("matmul",
+             [](Tape& tape, Address x, int64_t, int64_t ldx, const aio::PackedMatrix& weights, Address bias, Address y,
+                int64_t ldy) {
+                 tape.add([=](const StepArgs& s) { matmul(x, s.num_tokens, ldx, weights, bias, y, ldy); });
+             },
+             "x_ptr"_a, "m"_a, "ldx"_a, "weights"_a, "bias_ptr"_a, "y_ptr"_a, "ldy"_a)
+        .def("rms_norm",
+             [](Tape& tape, Address x, Address w, float eps, Address y, int64_t, int64_t dim) {
+                 tape.add([=](const StepArgs& s) { rms_norm(x, w, eps, y, s.num_tokens, dim); });
+             },
+             "x_ptr"_a, "w_ptr"_a, "eps"_a, "y_ptr"_a, "rows"_a, "dim"_a)
+        .def("add_rms_norm",
+             [](Tape& tape, Address x, Address residual, Address w, float eps, Address y, int64_t, int64_t dim) {
+                 tape.add([=](const StepArgs& s) { add_rms_norm(x, residual, w, eps, y, s.num_tokens, dim); });
+             },
+             "x_ptr"_a, "residual_ptr"_a, "w_ptr"_a, "eps"_a, "y_ptr"_a, "rows"_a, "dim"_a)
+        .def("silu_mul",
+             [](Tape& tape, Address gate_up, Address y, int64_t, int64_t dim) {
+                 tape.add([=](const StepArgs& s) { gated<aio::silu_mul>(gate_up, y, s.num_tokens, dim); });
+             },
+             "gate_up_ptr"_a, "y_ptr"_a, "rows"_a, "dim"_a)
+        .def("rope_and_cache",
+             [](Tape& tape, Address qkv, int64_t, Address, Address cos_sin, Address, Address kv_cache, int kv_dtype,
+                Address q_norm, Address k_norm, float eps, Address q_out, int num_heads, int num_kv_heads, int head_dim,
+                int rotary_dim, int block_size) {
+                 tape.add([=](const StepArgs& s) {
+                     rope_and_cache(qkv, s.num_tokens, address(s.positions), cos_sin, address(s.slot_mapping), kv_cache,
+                                    kv_dtype, q_norm, k_norm, eps, q_out, num_heads, num_kv_heads, head_dim, rotary_dim,
+                                    block_size);
+                 });
+             },
+             "qkv_ptr"_a, "num_tokens"_a, "positions_ptr"_a, "cos_sin_ptr"_a, "slot_mapping_ptr"_a, "kv_cache_ptr"_a,
+             "kv_dtype"_a, "q_norm_ptr"_a, "k_norm_ptr"_a, "eps"_a, "q_out_ptr"_a, "num_heads"_a, "num_kv_heads"_a,
+             "head_dim"_a, "rotary_dim"_a, "block_size"_a)
+        .def("paged_attention",
+             [](Tape& tape, Address q, Address kv_cache, int kv_dtype, Address, int64_t, Address, Address, int,
+                int num_heads, int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap,
+                Address out) {
+                 tape.add([=](const StepArgs& s) {
+                     paged_attention(q, kv_cache, kv_dtype, address(s.block_table), s.block_table_stride,
+                                     address(s.query_start), address(s.seq_lens), s.num_seqs, num_heads, num_kv_heads,
+                                     head_dim, block_size, scale, window, softcap, out);
+                 });
+             },
+             "q_ptr"_a, "kv_cache_ptr"_a, "kv_dtype"_a, "block_table_ptr"_a, "block_table_stride"_a,
+             "query_start_ptr"_a, "seq_lens_ptr"_a, "num_seqs"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+             "block_size"_a, "scale"_a, "window"_a, "softcap"_a, "out_ptr"_a)
+        .def("run", &run_tape, "num_tokens"_a, "num_seqs"_a, "input_ids_ptr"_a, "positions_ptr"_a, "slot_mapping_ptr"_a,
+             "block_table_ptr"_a, "block_table_stride"_a, "query_start_ptr"_a, "seq_lens_ptr"_a, NoGil());
+}
+
 }  // namespace
 
 NB_MODULE(native, m) {
     m.doc() = "CPU kernels, detokenizer and stream completion";
     register_detokenizer(m);
     register_cpu_kernels(m);
+    register_tape(m);
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -43,7 +46,7 @@ class FailingOps(TorchOps):
         return super().silu_mul(gate_up)
 
 
-def start_runner(folder: Path, ops: TorchOps) -> CpuRunner:
+def start_runner(folder: Path, ops: TorchOps | None) -> CpuRunner:
     config, resolved = resolve_for(
         str(folder), MAX_LEN, block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS, max_num_seqs=8
     )
@@ -52,15 +55,10 @@ def start_runner(folder: Path, ops: TorchOps) -> CpuRunner:
     return make_runner(loaded, resolved, config.cache, device)
 
 
-@pytest.fixture
-def ops() -> FailingOps:
-    return FailingOps()
-
-
-@pytest.fixture
-async def runner(checkpoint: Family, ops: FailingOps) -> AsyncIterator[CpuRunner]:
+@pytest.fixture(params=["torch", "native"])
+async def runner(request: pytest.FixtureRequest, checkpoint: Family) -> AsyncIterator[CpuRunner]:
     threads = set(threading.enumerate())
-    runner = start_runner(checkpoint[1], ops)
+    runner = start_runner(checkpoint[1], TorchOps() if request.param == "torch" else None)
     yield runner
     await runner.close()
     assert set(threading.enumerate()) == threads
@@ -193,9 +191,9 @@ async def test_a_row_with_broken_scores_fails_alone(runner: CpuRunner, planner: 
     assert "not finite" in result.failures[1]
 
 
-async def test_a_failed_step_fails_with_every_step_after_it(
-    runner: CpuRunner, planner: Planner, ops: FailingOps
-) -> None:
+async def test_a_failed_step_fails_with_every_step_after_it(checkpoint: Family, planner: Planner) -> None:
+    ops = FailingOps()
+    runner = start_runner(checkpoint[1], ops)
     request = planner.request(random_prompt(5))
     await step(runner, planner, {request: 5})
     ops.fails = True
@@ -207,6 +205,7 @@ async def test_a_failed_step_fails_with_every_step_after_it(
     ops.fails = False
     with pytest.raises(EngineDead, match="out of electrons"):
         await runner.launch(planner.plan({request: 1}))
+    await runner.close()
 
 
 async def test_nothing_is_launched_after_close(runner: CpuRunner, planner: Planner) -> None:
@@ -254,3 +253,27 @@ async def test_torch_threads_of_the_caller_stay_as_they_were(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+async def test_closing_leaves_no_thread_of_the_system_behind(checkpoint: Family, planner: Planner) -> None:
+    async def run_and_close() -> set[int]:
+        runner = start_runner(checkpoint[1], None)
+        await step(runner, planner, {planner.request(random_prompt(9)): 9})
+        during = {thread.id for thread in psutil.Process().threads()}
+        await runner.close()
+        return during
+
+    await run_and_close()  # what torch and numpy start on first use stays
+    before = {thread.id for thread in psutil.Process().threads()}
+    during = await run_and_close()
+    assert len(during) > len(before)
+    assert {thread.id for thread in psutil.Process().threads()} == before
+
+
+async def test_closing_gives_the_memory_back(checkpoint: Family) -> None:
+    runner = start_runner(checkpoint[1], None)
+    assert runner._work is not None
+    cache, model = weakref.ref(runner._work.kv_caches[0]), weakref.ref(runner._work.model)
+    await runner.close()
+    gc.collect()
+    assert cache() is None and model() is None

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from aioengine.batch import HostRows
+from aioengine.batch import HostRows, HostStep
 from aioengine.checkpoint import load_checkpoint
 from aioengine.config import EngineConfig, ResolvedConfig, resolve
 from aioengine.device import CpuDevice
@@ -113,10 +113,14 @@ class PagedModel:
     def run(self, chunks: dict[FakeRequest, int]) -> torch.Tensor:
         """Logits of all tokens of a step."""
         step = self.rows.unpack(self.planner.plan(chunks).buffer)
-        ctx = StepContext(self.ops, step.attention, self.kv_caches)
         with torch.no_grad():
-            hidden = self.loaded.model.forward(step.input_ids, step.positions, ctx)
-            return self.loaded.model.logits(hidden, ctx).clone()
+            ctx = StepContext(self.ops, step.attention, self.kv_caches)
+            return self.loaded.model.logits(self.forward(step), ctx).clone()
+
+    def forward(self, step: HostStep) -> torch.Tensor:
+        """Hidden states of all tokens of a step."""
+        ctx = StepContext(self.ops, step.attention, self.kv_caches)
+        return self.loaded.model.forward(step.input_ids, step.positions, ctx)
 
     def greedy(self, request: FakeRequest, num_tokens: int) -> list[int]:
         """Greedy continuation of a request whose known tokens are all computed but the last."""
