@@ -247,3 +247,50 @@ class Tape:
         seq_lens_ptr: int,
     ) -> None:
         """Runs all calls in order, without the GIL; all arrays are int32."""
+
+# ---- sampling --------------------------------------------------------------------------------------------
+
+def choose_tokens(
+    logits: int,
+    stride: int,
+    vocab_size: int,
+    rows: NDArray[np.int64],
+    settings: NDArray[np.int32],
+    out: NDArray[np.int32],
+) -> None:
+    """Takes or draws one token for each of `rows` of the float32 matrix at address `logits`.
+
+    `stride` is in elements. `settings` int32 [n, 10] holds the records of
+    `aioengine.sampling_backend.SETTINGS`; `out` int32 [2, n] gets token ids and statuses.
+    """
+
+def score_tokens(
+    logits: int,
+    stride: int,
+    vocab_size: int,
+    rows: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    floor: float,
+    logprobs: NDArray[np.float32],
+    ranks: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    top_ids: NDArray[np.int32],
+    top_logprobs: NDArray[np.float32],
+) -> None:
+    """Log-probability and rank of one token for each of `rows`, and the `counts[i]` greatest ones from
+    `offsets[i]` on in the two last arrays (-1: all values in the order of the ids, and no ids).
+
+    A rank of 0 says that the row's logits hold NaN or +inf.
+    """
+
+class TokenCounts:
+    """The tokens of one sequence, for its penalties."""
+
+    def __init__(self, vocab_size: int) -> None: ...
+    def reset(self, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]) -> None:
+        """Starts over with these tokens."""
+    def add(self, token_id: int) -> None:
+        """One more output token."""
+    def penalize(self, logits: int, settings: NDArray[np.int32]) -> None:
+        """Changes the float32 row at address `logits`; `settings` is int32 [1, 10]."""

@@ -51,12 +51,12 @@ def mask_bad_words_ref(x: Tensor, recent: Tensor, row: Tensor, prefix: Tensor, l
     """Forbids the token that would complete a bad word.
 
     Args:
-        recent: int32 [S, L], the last L output tokens of each row, newest last, -1 where there are none.
+        recent: int32 [W, L], the last L output tokens of each word's row, newest last, -1 for none.
         row: int64 [W], which row of x each word belongs to.
         prefix: int32 [W, L], the word without its last token, newest last, filled with -2 on the left.
         last_id: int64 [W], the last token of the word.
     """
-    matches = ((prefix == recent[row]) | (prefix == -2)).all(-1)
+    matches = ((prefix == recent) | (prefix == -2)).all(-1)
     add_bias_ref(x, row, last_id, torch.where(matches, NEG_INF, 0.0))
 
 
@@ -120,20 +120,15 @@ def random_words_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tenso
     return torch.stack(words, -1).flatten(1)[:, :vocab_size]
 
 
-def random_words_at_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The same for single tokens: seeds, positions, token_ids and the result are int64 [N]."""
-    zero = torch.zeros_like(seeds)
-    words = philox_4x32_ref(
-        token_ids >> 2, positions & _MASK, zero, zero, seeds & _MASK, (seeds >> 32) & _MASK
-    )
-    return torch.stack(words, -1).gather(1, (token_ids & 3)[:, None])[:, 0]
-
-
 def gumbel_ref(words: Tensor) -> Tensor:
-    """Random 32-bit words (as int64) to float32 Gumbel noise."""
+    """Random 32-bit words (as int64) to float32 Gumbel noise.
+
+    Logarithms in float64 stand for an exact log1p, and give the same bits wherever a token lies in the
+    tensor, which torch's log1p does not.
+    """
     folded = torch.where(words >= 2**31, words ^ _MASK, words)
-    uniform = (folded.float() * _UNIFORM_SCALE).clamp_(min=_UNIFORM_FLOOR)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    uniform = (folded.float() * _UNIFORM_SCALE).clamp_(min=_UNIFORM_FLOOR).double()
+    return uniform.neg_().add_(1).log_().neg_().log_().neg_().float()
 
 
 def draw_ref(z: Tensor, threshold: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

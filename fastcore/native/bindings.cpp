@@ -15,6 +15,7 @@
 #include "isa.h"
 #include "packed_matrix.h"
 #include "qmatmul.h"
+#include "sampling.h"
 #include "tape.h"
 #include "threads.h"
 
@@ -420,9 +421,91 @@ void register_tape(nb::module_& m) {
 
 }  // namespace
 
+// ---- sampling.h ------------------------------------------------------------------------------------------
+
+namespace {
+
+template <typename T>
+using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr size_t kSettingsWords = sizeof(aioengine::RowSettings) / sizeof(int32_t);
+
+const aioengine::RowSettings* as_settings(const Matrix<const int32_t>& words, size_t num_rows) {
+    if (words.shape(0) != num_rows || words.shape(1) != kSettingsWords) {
+        throw nb::value_error("settings must be int32 [rows, 10]");
+    }
+    return reinterpret_cast<const aioengine::RowSettings*>(words.data());
+}
+
+void choose_tokens(uintptr_t logits, int64_t stride, int32_t vocab_size, Vector<const int64_t> rows,
+                   Matrix<const int32_t> settings, Matrix<int32_t> out) {
+    const size_t num_rows = rows.shape(0);
+    const aioengine::RowSettings* row_settings = as_settings(settings, num_rows);
+    if (out.shape(0) != 2 || out.shape(1) != num_rows) throw nb::value_error("out must be int32 [2, rows]");
+    const auto* x = reinterpret_cast<const float*>(logits);
+    nb::gil_scoped_release released;
+    aioengine::choose_tokens(x, stride, vocab_size, rows.data(), int(num_rows), row_settings, out.data(),
+                             out.data() + num_rows);
+}
+
+void score_tokens(uintptr_t logits, int64_t stride, int32_t vocab_size, Vector<const int64_t> rows,
+                  Vector<const int64_t> token_ids, Vector<const int64_t> counts, float floor,
+                  Vector<float> logprobs, Vector<int32_t> ranks, Vector<int64_t> offsets, Vector<int32_t> top_ids,
+                  Vector<float> top_logprobs) {
+    const size_t num_rows = rows.shape(0);
+    if (token_ids.shape(0) != num_rows || counts.shape(0) != num_rows || logprobs.shape(0) != num_rows ||
+        ranks.shape(0) != num_rows || offsets.shape(0) != num_rows) {
+        throw nb::value_error("all arrays must have one element per row");
+    }
+    const auto* x = reinterpret_cast<const float*>(logits);
+    nb::gil_scoped_release released;
+    aioengine::score_tokens(x, stride, vocab_size, rows.data(), int(num_rows), token_ids.data(), counts.data(), floor,
+                            logprobs.data(), ranks.data(), offsets.data(), top_ids.data(), top_logprobs.data());
+}
+
+void check_ids(const int32_t* ids, size_t count, int32_t vocab_size) {
+    for (size_t i = 0; i < count; ++i) {
+        if (ids[i] < 0 || ids[i] >= vocab_size) throw nb::value_error("token id outside the vocabulary");
+    }
+}
+
+void register_sampling(nb::module_& m) {
+    using aioengine::TokenCounts;
+
+    m.def("choose_tokens", &choose_tokens, "logits"_a, "stride"_a, "vocab_size"_a, "rows"_a, "settings"_a, "out"_a);
+    m.def("score_tokens", &score_tokens, "logits"_a, "stride"_a, "vocab_size"_a, "rows"_a, "token_ids"_a,
+          "counts"_a, "floor"_a, "logprobs"_a, "ranks"_a, "offsets"_a, "top_ids"_a, "top_logprobs"_a);
+
+    nb::class_<TokenCounts>(m, "TokenCounts")
+        .def(nb::init<int32_t>(), "vocab_size"_a)
+        .def("reset",
+             [](TokenCounts& self, Vector<const int32_t> prompt_ids, Vector<const int32_t> output_ids) {
+                 check_ids(prompt_ids.data(), prompt_ids.shape(0), self.vocab_size());
+                 check_ids(output_ids.data(), output_ids.shape(0), self.vocab_size());
+                 self.reset(prompt_ids.data(), prompt_ids.shape(0), output_ids.data(), output_ids.shape(0));
+             },
+             "prompt_ids"_a, "output_ids"_a)
+        .def("add",
+             [](TokenCounts& self, int32_t token_id) {
+                 check_ids(&token_id, 1, self.vocab_size());
+                 self.add(token_id);
+             },
+             "token_id"_a)
+        .def("penalize",
+             [](const TokenCounts& self, uintptr_t logits, Matrix<const int32_t> settings) {
+                 self.penalize(reinterpret_cast<float*>(logits), *as_settings(settings, 1));
+             },
+             "logits"_a, "settings"_a);
+}
+
+}  // namespace
+
 NB_MODULE(native, m) {
     m.doc() = "CPU kernels, detokenizer and stream completion";
     register_detokenizer(m);
     register_cpu_kernels(m);
     register_tape(m);
+    register_sampling(m);
 }
