@@ -1,0 +1,120 @@
+"""Scheduler and CPU runner together: whatever the scheduling, each request's tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from aioengine.checkpoint import load_checkpoint
+from aioengine.device import CpuDevice
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.loader import load_model, make_runner
+from aioengine.runner import StepResult
+from aioengine.sampler import compile_sampling
+from aioengine.types import SamplingParams
+from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
+
+SHARED = random_prompt(24, seed=99)
+PROMPTS = [random_prompt(n, seed=n) for n in (1, 30, 7)] + [SHARED + random_prompt(n, seed=n) for n in (4, 5, 9)]
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0)
+MIXED = [
+    GREEDY,
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, top_k=20, frequency_penalty=0.7),
+    GREEDY,
+    SamplingParams(seed=3, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, presence_penalty=1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    folder = tmp_path_factory.mktemp("qwen3")
+    return make_checkpoint("qwen3", folder), folder
+
+
+async def run_all(
+    folder: Path,
+    sampling: list[SamplingParams],
+    *,
+    num_blocks: int = 200,
+    budget: int = 512,
+    depth: int = 1,
+    max_num_seqs: int = 8,
+    prefix_caching: bool = True,
+    rounds: int = 1,
+) -> tuple[list[list[int]], Scheduler]:
+    """The tokens of all prompts, run together; later rounds find the earlier ones in the prefix cache."""
+    config, resolved = resolve_for(
+        str(folder), 128, block_size=4, num_gpu_blocks_override=num_blocks, max_num_seqs=max_num_seqs
+    )
+    device = CpuDevice(resolved)
+    loaded = load_model(load_checkpoint(config.model), resolved, device)
+    runner = make_runner(loaded, resolved, config.cache, device)
+    scheduler = Scheduler(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=128,
+        enable_prefix_caching=prefix_caching,
+        max_in_flight=depth,
+    )
+    launched: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+    for _ in range(rounds):
+        requests = [
+            Request(str(i), prompt, max_tokens=NUM_TOKENS, sampling=compile_sampling(params, None, VOCAB, (), 0, 0))
+            for i, (prompt, params) in enumerate(zip(PROMPTS, sampling, strict=True))
+        ]
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work():
+            while len(launched) < depth and (plan := scheduler.schedule()) is not None:
+                launched.append((plan, runner.launch(plan)))
+            plan, done = launched.popleft()
+            scheduler.update(plan, (await done).token_ids)
+            scheduler.check_invariants()
+    await runner.close()
+    return [request.output_ids_from(0) for request in requests], scheduler
+
+
+async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = checkpoint
+    outputs, _ = await run_all(folder, [GREEDY] * len(PROMPTS))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0]
+        assert output == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 16},
+        {"num_blocks": 24},
+        {"num_blocks": 24, "budget": 16, "prefix_caching": False},
+        {"max_num_seqs": 2, "budget": 9},
+        {"rounds": 2},
+    ],
+    ids=["chunked", "preempted", "preempted, chunked, uncached", "two rows", "cached"],
+)
+async def test_scheduling_does_not_change_what_is_sampled(
+    checkpoint: tuple[PreTrainedModel, Path], options: dict[str, int], depth: int
+) -> None:
+    expected, _ = await run_all(checkpoint[1], MIXED, prefix_caching=False)
+    outputs, scheduler = await run_all(checkpoint[1], MIXED, depth=depth, **options)
+    assert outputs == expected
+    if "num_blocks" in options:
+        assert scheduler.num_preemptions_total > 0
+    if "rounds" in options:
+        assert scheduler.prefix_hit_tokens > 0
+    assert scheduler.num_free_blocks == scheduler.num_blocks - 1
