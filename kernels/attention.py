@@ -241,7 +241,7 @@ def _merge_parts(
         )
 
 
-@jit
+@jit(varying=["window", "stride_table_row"])
 def _attention_kernel(
     out_ptr,
     q_ptr,

@@ -189,7 +189,11 @@ def fill_list_ref(
     return torch.tensor(items, dtype=torch.int32, device=query_start_loc.device)
 
 
-@jit(varying=["num_tokens", "num_rows", "num_items"])
+_VARYING = ["num_tokens", "num_rows", "num_items", "window", "tile_queries", "target_parts"]
+_VARYING += ["min_chunk", "min_queries", "max_queries"]
+
+
+@jit(varying=_VARYING)
 def _fill_list_kernel(
     items_ptr,
     query_start_loc_ptr,

@@ -168,7 +168,7 @@ _SAMPLE_INDEX = tl.constexpr(SAMPLE_INDEX)
 _NUM_OUTPUT = tl.constexpr(NUM_OUTPUT)
 
 
-@jit
+@jit(varying=["stride_table_row"])
 def _update_blocks_kernel(buffer_ptr, table_ptr, stride_table_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Scatters the block updates, however many there are, over a fixed number of programs."""
     wait_for_inputs(PDL)
@@ -273,7 +273,7 @@ def _unpack_row(
         tl.store(target_ptr + logical, block, mask=logical < max_blocks)  # [BLOCK]
 
 
-@jit(varying=["num_tokens", "num_rows", "num_samples", "search_steps"])
+@jit(varying=["num_tokens", "num_rows", "num_samples", "search_steps", "stride_table_row", "max_blocks"])
 def _unpack_kernel(
     buffer_ptr,
     table_ptr,
