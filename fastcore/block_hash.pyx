@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: H(parent hash, token ids, extra keys), so that one hash names a whole prefix.
+"""Chained hashes of full blocks, H(parent hash, token ids, extra keys): one hash names a whole prefix.
 
 Owns the byte layout that is hashed and the root of the chains. Does not know which blocks exist or where
 their hashes are kept; `kv_manager` asks for one hash per full block.
@@ -25,9 +25,7 @@ def _sha256(data):
 
 def key_tail(bytes extra_keys, bytes cache_salt):
     """The last part of the hashed bytes; lengths in front keep (ab, c) apart from (a, bc) (INV-13)."""
-    return (
-        len(extra_keys).to_bytes(4, "little") + extra_keys + len(cache_salt).to_bytes(4, "little") + cache_salt
-    )
+    return b"".join(len(part).to_bytes(4, "little") + part for part in (extra_keys, cache_salt))
 
 
 @cython.final
@@ -66,7 +64,7 @@ cdef class BlockHasher:
         return PyBytes_FromStringAndSize(<const char*> hash, self.digest_size)
 
     def chain(self, token_ids, int block_size, bytes extra_keys=b"", bytes cache_salt=b""):
-        """The hashes of all full blocks of a sequence, computed at once; the step path does it block by block."""
+        """The hashes of all full blocks of a sequence; the step path computes them block by block."""
         cdef int32_t[::1] tokens = memoryview(bytearray(4 * max(1, len(token_ids)))).cast("i")
         cdef Py_ssize_t i
         for i in range(len(token_ids)):
@@ -75,9 +73,8 @@ cdef class BlockHasher:
         cdef Hash parent = self.root
         cdef Hash current
         for i in range(len(token_ids) // block_size):
-            self.hash_block(
-                &parent, &tokens[i * block_size], block_size, key_tail(extra_keys, b"" if i else cache_salt), &current
-            )
+            tail = key_tail(extra_keys, b"" if i else cache_salt)
+            self.hash_block(&parent, &tokens[i * block_size], block_size, tail, &current)
             hashes.append(self.as_bytes(&current))
             parent = current
         return hashes

@@ -69,7 +69,7 @@ cdef class BlockPool:
         return 0
 
     cdef int release(self, int32_t block_id) except -1:
-        """One owner less; without any, a hashed block goes to the tail (LRU), any other to the head (INV-23)."""
+        """One owner less; without any, a hashed block goes to the tail (LRU), others to the head (INV-23)."""
         cdef Block* block = &self.blocks[block_id]
         if CHECKED:
             self.check_id(block_id)
@@ -149,7 +149,7 @@ cdef class BlockPool:
         for at in range(1, self.num_blocks):
             if self.blocks[at].num_refs > 0:
                 referenced += 1
-                assert self.blocks[at].next == UNLISTED == self.blocks[at].prev, f"block {at} is owned and free"
+                assert self.blocks[at].next == self.blocks[at].prev == UNLISTED, f"block {at} is also free"
         assert count + referenced + 1 == self.num_blocks, f"{count} + {referenced} + 1 != {self.num_blocks}"
 
 

@@ -21,8 +21,8 @@ from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
 @cython.final
 cdef class KVManager:
     def __cinit__(
-        self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True, str hash_algo="xxh3_128",
-        root_seed=None,
+        self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True,
+        str hash_algo="xxh3_128", root_seed=None,
     ):
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
@@ -106,9 +106,10 @@ cdef class KVManager:
         if self.hasher is None or full <= request.num_published:
             return 0
         self.ensure_hashes(request, full)
-        while request.num_published < full:
-            self.prefix_map.insert(request.blocks[request.num_published], &request.hashes[request.num_published])
-            request.num_published += 1
+        cdef int32_t i
+        for i in range(request.num_published, full):
+            self.prefix_map.insert(request.blocks[i], &request.hashes[i])
+        request.num_published = full
         return 0
 
     cpdef int release(self, Request request) except -1:
@@ -163,7 +164,7 @@ cdef class KVManager:
         for request in owners:
             assert request.num_published <= request.num_blocks, repr(request)
             for i in range(request.num_blocks):
-                assert 0 < request.blocks[i] < self.pool.num_blocks, f"{request!r} owns block {request.blocks[i]}"
+                assert 0 < request.blocks[i] < self.pool.num_blocks, f"{request!r}: block {request.blocks[i]}"
                 counts[request.blocks[i]] = counts.get(request.blocks[i], 0) + 1
                 # A block that is not full and computed belongs to one request alone (INV-12, INV-25).
                 assert i < request.num_published or self.pool.blocks[request.blocks[i]].num_refs == 1, (

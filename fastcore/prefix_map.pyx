@@ -61,7 +61,7 @@ cdef class PrefixMap:
         return 1
 
     cdef int remove(self, int32_t block_id) except -1:
-        """Takes a block out of the index and clears its flag, before anything else is written to it (INV-22)."""
+        """Takes a block out of the index and clears its flag, before it gets other content (INV-22)."""
         cdef Block* block = &self.pool.blocks[block_id]
         cdef uint32_t hole = home(&block.hash, self.mask)
         while self.slots[hole].block_id != block_id:
@@ -116,7 +116,7 @@ cdef class PrefixMap:
         self.remove(block_id)
 
     def check(self):
-        """Every entry leads to a flagged block that a lookup of its hash finds, and every flag has an entry."""
+        """Every entry leads to a flagged block that a lookup finds, and every flag has an entry."""
         cdef size_t at
         cdef int32_t entries = 0
         cdef int32_t flagged = 0
@@ -131,7 +131,7 @@ cdef class PrefixMap:
             assert self.find(&block.hash) == self.slots[at].block_id, f"lookup misses slot {at}"
         for at in range(<size_t> self.pool.num_blocks):
             flagged += self.pool.blocks[at].flags & HASHED
-        assert entries == self.num_entries == flagged, f"{entries} slots, {self.num_entries} counted, {flagged} flags"
+        assert entries == self.num_entries == flagged, f"{entries}, {self.num_entries}, {flagged} entries"
 
 
 cdef inline uint32_t home(const Hash* hash, uint32_t mask) noexcept nogil:

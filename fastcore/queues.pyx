@@ -95,7 +95,7 @@ cdef class WaitQueue:
         for at in range(len(self.heap)):
             request = <Request> self.heap[at]
             assert request.queue_at == at, f"{request!r} is at {at}, not at {request.queue_at}"
-            assert at == 0 or not self.before(request, <Request> self.heap[(at - 1) >> 1]), f"{request!r} is too low"
+            assert at == 0 or not self.before(request, <Request> self.heap[(at - 1) >> 1]), repr(request)
 
 
 def _arrival_key(Request request):

@@ -145,8 +145,9 @@ cdef class Request:
 
     def __repr__(self):
         return (
-            f"<Request {self.request_id} {self.status}: {self.num_prompt_tokens}+{self.num_output_tokens} tokens, "
-            f"{self.num_computed_tokens} computed, {self.num_in_flight} in flight, {self.num_blocks} blocks>"
+            f"<Request {self.request_id} {self.status}: {self.num_prompt_tokens}+{self.num_output_tokens} "
+            f"tokens, {self.num_computed_tokens} computed, {self.num_in_flight} in flight, "
+            f"{self.num_blocks} blocks>"
         )
 
 

@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 from aioengine.fastcore.kv_manager cimport KVManager
 from aioengine.fastcore.queues cimport WaitQueue
 from aioengine.fastcore.request cimport Request
+from aioengine.fastcore.rows cimport RowPool
 from aioengine.fastcore.step_buffer cimport RowRecord, StepBuffer, StepPlan
 
 
@@ -17,11 +18,11 @@ cdef class Scheduler:
     cdef readonly KVManager kv
     cdef readonly StepBuffer step_buffer
     cdef WaitQueue waiting
+    cdef RowPool rows
     cdef list running                 # in order of admission
     cdef list held
     cdef list deferred                # finished, but a step in flight may still write their blocks
     cdef list in_flight               # plans, oldest first
-    cdef list left_rows               # to be reported with the next plan
 
     # Limits.
     cdef readonly int32_t max_num_seqs
@@ -32,13 +33,6 @@ cdef class Scheduler:
     cdef int32_t long_prefill_threshold
     cdef bint chunked_prefill
     cdef object clock
-
-    # Rows. row_fence[row] = step after whose update the row is free.
-    cdef int32_t* free_rows
-    cdef int32_t num_free_rows
-    cdef int64_t* row_fence
-    cdef int32_t* fenced_rows
-    cdef int32_t num_fenced_rows
 
     # The step being made.
     cdef list scheduled
@@ -63,6 +57,5 @@ cdef class Scheduler:
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
     cdef int end(self, Request request, object reason) except -1
     cdef int leave_row(self, Request request) except -1
-    cdef int free_row(self, int32_t row) except -1
     cdef int drain_deferred(self) except -1
     cdef int samples_in_flight(self, Request request) except -1

@@ -12,8 +12,6 @@ import time
 
 import cython
 
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
-
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING
 
 
@@ -51,17 +49,21 @@ cdef class Scheduler:
             raise ValueError(f"policy={policy!r} must be fcfs or priority")
         if not 1 <= max_in_flight <= 4:
             raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
-        if not enable_chunked_prefill and (max_num_batched_tokens < max_model_len or long_prefill_token_threshold):
+        if not enable_chunked_prefill and (
+            max_num_batched_tokens < max_model_len or long_prefill_token_threshold > 0
+        ):
             raise ValueError(
                 f"without chunked prefill, max_num_batched_tokens={max_num_batched_tokens} must reach "
                 f"max_model_len={max_model_len} and long_prefill_token_threshold must be 0"
             )
         self.kv = KVManager(num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed)
         self.waiting = WaitQueue(policy == "priority")
-        self.running, self.held, self.deferred, self.in_flight, self.left_rows = [], [], [], [], []
+        self.rows = RowPool(max_num_seqs)
+        self.running, self.held, self.deferred, self.in_flight = [], [], [], []
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.max_in_flight = max_model_len, max_in_flight
-        self.long_prefill_threshold, self.chunked_prefill = long_prefill_token_threshold, enable_chunked_prefill
+        self.long_prefill_threshold = long_prefill_token_threshold
+        self.chunked_prefill = enable_chunked_prefill
         self.clock = clock
         # A token needs no KV before the next step reads it, so one more fits than the pool has slots. With
         # this limit a request alone always has room for its next token.
@@ -72,20 +74,6 @@ cdef class Scheduler:
             max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
             <int32_t> table,
         )
-        self.free_rows = <int32_t*> PyMem_Calloc(max_num_seqs, sizeof(int32_t))
-        self.fenced_rows = <int32_t*> PyMem_Calloc(max_num_seqs, sizeof(int32_t))
-        self.row_fence = <int64_t*> PyMem_Calloc(max_num_seqs, sizeof(int64_t))
-        if self.free_rows == NULL or self.fenced_rows == NULL or self.row_fence == NULL:
-            raise MemoryError()
-        cdef int32_t row
-        for row in range(max_num_seqs):
-            self.free_rows[row] = max_num_seqs - 1 - row
-        self.num_free_rows = max_num_seqs
-
-    def __dealloc__(self):
-        PyMem_Free(self.free_rows)
-        PyMem_Free(self.fenced_rows)
-        PyMem_Free(self.row_fence)
 
     # ---- requests come and go ----
 
@@ -102,8 +90,8 @@ cdef class Scheduler:
             )
         if blocks > self.kv.pool.num_blocks - 1:
             raise ValueError(
-                f"request {request.request_id} can never run: prompt of {tokens} tokens + 1 needs {blocks} blocks of "
-                f"{self.kv.block_size} tokens, the pool has {self.kv.pool.num_blocks - 1}"
+                f"request {request.request_id} can never run: prompt of {tokens} tokens + 1 needs "
+                f"{blocks} blocks of {self.kv.block_size} tokens, the pool has {self.kv.pool.num_blocks - 1}"
             )
         self.num_arrivals += 1
         request.arrival = self.num_arrivals
@@ -151,7 +139,9 @@ cdef class Scheduler:
     def schedule(self):
         """Decides the next step; None if nothing can run now."""
         if len(self.in_flight) >= self.max_in_flight:
-            raise RuntimeError(f"{len(self.in_flight)} steps are in flight, max_in_flight={self.max_in_flight}")
+            raise RuntimeError(
+                f"{len(self.in_flight)} steps are in flight, max_in_flight={self.max_in_flight}"
+            )
         self.scheduled = []
         self.budget = self.max_num_batched_tokens
         self.num_victims = 0
@@ -163,13 +153,12 @@ cdef class Scheduler:
         if not self.scheduled:
             return None
         self.last_step += 1
-        cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.left_rows)
-        self.left_rows = []
+        cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.rows.take_left())
         self.in_flight.append(plan)
         return plan
 
     cdef bint schedule_running(self) except -1:
-        """Gives tokens to running requests in order; returns whether waiting ones may be admitted (INV-30)."""
+        """Gives tokens to running requests in order; returns whether others may be admitted (INV-30)."""
         cdef Py_ssize_t at = 0
         cdef bint waits = False
         cdef Request request
@@ -207,10 +196,12 @@ cdef class Scheduler:
             known - request.num_prompt_tokens >= request.max_tokens or known >= self.max_total
         ):
             return 0
-        return clip_tokens(num_new, self.threshold, self.budget, request.num_computed_tokens, self.max_model_len)
+        return clip_tokens(
+            num_new, self.threshold, self.budget, request.num_computed_tokens, self.max_model_len
+        )
 
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
-        """Gets blocks for a running request, from victims if need be; `at` is its index in the running list."""
+        """Gets blocks for a running request, from victims if need be; `at` is its index in `running`."""
         cdef Py_ssize_t victim_at
         cdef Request victim
         while not self.kv.extend(request, target):
@@ -258,32 +249,30 @@ cdef class Scheduler:
     cdef int schedule_waiting(self) except -1:
         """Admits waiting requests in order until one does not fit (C22)."""
         cdef int32_t join_blocks = self.step_buffer.max_join_blocks
-        cdef int32_t num_hits, num_new, num_left
+        cdef int32_t num_hits, start, num_left, num_new
         cdef Request request
-        while self.budget > 0 and len(self.running) < self.max_num_seqs and self.num_free_rows > 0:
+        while self.budget > 0 and len(self.running) < self.max_num_seqs and self.rows.num_free > 0:
             request = self.waiting.peek()
             # A preempted request whose samples are in flight waits for them, at most as many steps as are in
             # flight; those behind it wait too, or they would take the blocks it gave back (INV-33).
             if request is None or request.num_in_flight > 0:
                 break
             num_hits = self.kv.match(request)
-            num_left = request.num_tokens - num_hits * self.kv.block_size
-            num_new = clip_tokens(
-                num_left, self.threshold, self.budget, num_hits * self.kv.block_size, self.max_model_len
-            )
+            start = num_hits * self.kv.block_size
+            num_left = request.num_tokens - start
+            num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
             if num_new < num_left and not self.chunked_prefill:
                 break
             # Further gates of admission (watermark, full sequence) belong here (A14, A15).
-            join_blocks -= (num_hits * self.kv.block_size + num_new + self.kv.block_size - 1) // self.kv.block_size
-            if join_blocks < 0 or not self.kv.admit(request, num_hits, num_hits * self.kv.block_size + num_new):
+            join_blocks -= (start + num_new + self.kv.block_size - 1) // self.kv.block_size
+            if join_blocks < 0 or not self.kv.admit(request, num_hits, start + num_new):
                 break
             self.admit(request, num_hits, num_new)
         return 0
 
     cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1:
         self.waiting.remove(request)
-        self.num_free_rows -= 1
-        request.row = self.free_rows[self.num_free_rows]
+        request.row = self.rows.take()
         request.num_computed_tokens = num_hits * self.kv.block_size
         if request.state == WAITING:
             request.first_scheduled_s = self.clock()
@@ -301,7 +290,7 @@ cdef class Scheduler:
     # ---- a step is over ----
 
     def update(self, StepPlan plan not None, const int32_t[::1] token_ids not None):
-        """Settles the oldest step in flight; returns the requests that gained a token or ended, in plan order."""
+        """Settles the oldest step in flight; returns those that gained a token or ended, in plan order."""
         cdef Py_ssize_t i
         cdef Request request
         cdef const RowRecord* records = plan.records
@@ -371,33 +360,14 @@ cdef class Scheduler:
         """Frees the row, or fences it until no step in flight writes a sampled token to it."""
         if request.row < 0:
             return 0
-        if request.last_step > self.last_updated:
-            self.row_fence[request.row] = request.last_step
-            self.fenced_rows[self.num_fenced_rows] = request.row
-            self.num_fenced_rows += 1
-        else:
-            self.free_row(request.row)
+        self.rows.leave(request.row, request.last_step, self.last_updated)
         request.row = -1
-        return 0
-
-    cdef int free_row(self, int32_t row) except -1:
-        self.free_rows[self.num_free_rows] = row
-        self.num_free_rows += 1
-        self.left_rows.append(row)
         return 0
 
     cdef int drain_deferred(self) except -1:
         """Gives back blocks and rows whose last step was updated."""
-        cdef int32_t i
-        cdef int32_t kept = 0
         cdef Request request
-        for i in range(self.num_fenced_rows):
-            if self.row_fence[self.fenced_rows[i]] > self.last_updated:
-                self.fenced_rows[kept] = self.fenced_rows[i]
-                kept += 1
-            else:
-                self.free_row(self.fenced_rows[i])
-        self.num_fenced_rows = kept
+        self.rows.drain(self.last_updated)
         if self.deferred:
             for request in self.deferred:
                 if request.last_step <= self.last_updated:
@@ -446,8 +416,7 @@ cdef class Scheduler:
     def check_invariants(self):
         """Raises AssertionError if any two records of the state contradict each other."""
         cdef Request request
-        cdef list rows = [self.free_rows[i] for i in range(self.num_free_rows)]
-        rows += [self.fenced_rows[i] for i in range(self.num_fenced_rows)]
+        cdef list rows = self.rows.idle_rows()
         self.kv.check([*self.running, *self.deferred])
         self.waiting.check()
         for request in self.running:
@@ -461,7 +430,7 @@ cdef class Scheduler:
         for request in [*self.waiting.in_order(), *self.held]:
             assert request.state in (WAITING, PREEMPTED, HELD), repr(request)
             assert (request.state == HELD) == (request.queue_at == -1), repr(request)
-            assert request.num_blocks == 0 and request.row == -1 and request.num_computed_tokens == 0, repr(request)
+            assert request.num_blocks == request.num_computed_tokens == 0 and request.row == -1, repr(request)
         for request in self.deferred:
             assert request.state == FINISHED and request.last_step > self.last_updated, repr(request)
         assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or used twice: {sorted(rows)}"

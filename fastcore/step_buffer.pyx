@@ -29,9 +29,11 @@ FLAG_JOINED = 4
 
 # Indices of the header's words.
 HEADER_VERSION, HEADER_STEP_ID, HEADER_NUM_ROWS, HEADER_NUM_TOKENS, HEADER_NUM_SAMPLES = range(5)
-HEADER_OFF_ROWS, HEADER_OFF_TOKENS, HEADER_OFF_BLOCKS, HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS = range(5, 10)
+HEADER_OFF_ROWS, HEADER_OFF_TOKENS, HEADER_OFF_BLOCKS = range(5, 8)
+HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS = range(8, 10)
 # Indices of a row's words.
-ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED, ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(7)
+ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED = range(4)
+ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(4, 7)
 
 cdef enum:
     C_VERSION = 1
@@ -64,18 +66,22 @@ cdef class StepPlan:
         return &self.records[index]
 
     def __repr__(self):
-        return f"<StepPlan {self.step_id}: {self.num_rows} rows, {self.num_tokens} tokens, {self.num_samples} samples>"
+        return (
+            f"<StepPlan {self.step_id}: {self.num_rows} rows, {self.num_tokens} tokens, "
+            f"{self.num_samples} samples>"
+        )
 
 
 @cython.final
 cdef class StepBuffer:
     def __cinit__(
-        self, int32_t num_slots, int32_t max_rows, int32_t max_tokens, int32_t block_size, int32_t max_table_blocks
+        self, int32_t num_slots, int32_t max_rows, int32_t max_tokens, int32_t block_size,
+        int32_t max_table_blocks,
     ):
         cdef int64_t all_joined = <int64_t> max_rows * max_table_blocks
         cdef int64_t per_slot
         self.num_slots, self.max_rows, self.max_tokens = num_slots, max_rows, max_tokens
-        self.max_join_blocks = <int32_t> min(all_joined, max(<int64_t> max_table_blocks, <int64_t> JOIN_BLOCKS))
+        self.max_join_blocks = <int32_t> min(all_joined, <int64_t> max(max_table_blocks, JOIN_BLOCKS))
         # A row that stays needs at most one block more than its tokens fill.
         self.max_block_updates = self.max_join_blocks + max_tokens // block_size + max_rows
         per_slot = (
@@ -122,19 +128,20 @@ cdef class StepBuffer:
         blocks = tokens + num_tokens
         for i in range(num_rows):
             request = <Request> requests[i]
+            assert num_updates + request.num_blocks - request.num_sent_blocks <= self.max_block_updates
             num_updates += pack_blocks(blocks + <Py_ssize_t> C_BLOCK_WORDS * num_updates, request)
             request.num_computed_tokens += request.step_tokens
             request.step_tokens = 0
             request.last_step = step_id
 
-        plan.num_rows, plan.num_tokens, plan.num_samples = num_rows, num_tokens, <int32_t> len(plan.sample_requests)
+        plan.num_rows, plan.num_tokens = num_rows, num_tokens
+        plan.num_samples = <int32_t> len(plan.sample_requests)
         memset(header, 0, C_HEADER_WORDS * sizeof(int32_t))
         header[0], header[1] = C_VERSION, <int32_t> (step_id & 0x7FFFFFFF)
         header[2], header[3], header[4] = num_rows, num_tokens, plan.num_samples
         header[5], header[6] = C_HEADER_WORDS, <int32_t> (tokens - header)
         header[7], header[8] = <int32_t> (blocks - header), num_updates
         header[9] = header[7] + C_BLOCK_WORDS * num_updates
-        assert header[9] <= self.words.shape[1], f"step {step_id} needs {header[9]} of {self.words.shape[1]} words"
         plan.buffer = self.ring[slot, :header[9]]
         return plan
 
@@ -150,7 +157,8 @@ cdef inline int pack_row(
     if request.num_sent_blocks == 0:
         flags |= C_JOINED
         plan.joined.append(request)
-    if request.wants_prompt_logits and min(reached, request.num_prompt_tokens - 1) > request.prompt_logits_until:
+    cdef int32_t last_useful = request.num_prompt_tokens - 1  # the last prompt token predicts no other
+    if request.wants_prompt_logits and min(reached, last_useful) > request.prompt_logits_until:
         # Once per position: a recomputed chunk asks only if it reaches further than any before it.
         flags |= C_PROMPT_LOGITS
         request.prompt_logits_until = reached
@@ -171,7 +179,7 @@ cdef inline void pack_tokens(int32_t* tokens, Request request) noexcept:
     if on_host > 0:
         memcpy(tokens, request.tokens + request.num_computed_tokens, on_host * sizeof(int32_t))
     else:
-        # Its sample is in flight; a chunk never mixes both, because sampling ends a chunk at the last known token.
+        # Its sample is in flight. A chunk never mixes both: whatever samples ends at the last token known.
         tokens[0] = -1
 
 
