@@ -16,11 +16,13 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from aioengine.errors import InvalidConfig
 
 MIB = 1 << 20
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def option(default: Any, help: str, *, metavar: str | None = None) -> Any:
@@ -245,8 +247,8 @@ class ResolvedConfig:
 
     device: Literal["cpu", "cuda"]
     num_threads: int
-    dtype: Literal["float32", "bfloat16", "float16"]
-    kv_cache_dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Dtype
+    kv_cache_dtype: Dtype
     max_model_len: int
     block_size: int
     max_num_batched_tokens: int
@@ -279,9 +281,9 @@ def resolve(
         device = "cuda" if cuda_available else "cpu"
     if device == "cuda" and not cuda_available:
         raise InvalidConfig("device=cuda, but PyTorch sees no CUDA device; use --device cpu", param="device")
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" or model_dtype == "float32" else model_dtype  # type: ignore[assignment]
+    own_dtype = "float32" if device == "cpu" else model_dtype
+    dtype = cast(Dtype, own_dtype if config.model.dtype == "auto" else config.model.dtype)
+    kv_dtype = cast(Dtype, dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype)
     on_cpu = device == "cpu"
     max_model_len = config.model.max_model_len or model_max_len
     if max_model_len > model_max_len:
@@ -311,7 +313,7 @@ def resolve(
         device=device,
         num_threads=config.runtime.num_threads or num_cores,
         dtype=dtype,
-        kv_cache_dtype=dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype,
+        kv_cache_dtype=kv_dtype,
         max_model_len=max_model_len,
         block_size=config.cache.block_size,
         max_num_batched_tokens=budget,

@@ -281,7 +281,7 @@ class AsyncEngine:
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's sampling defaults with these values on top; None means not given."""
         given = {name: value for name, value in overrides.items() if value is not None}
-        return SamplingParams(**{**self._loaded.generation_defaults, **given})  # type: ignore[arg-type]
+        return SamplingParams(**{**self._loaded.generation_defaults, **given})
 
     # ---- state ------------------------------------------------------------------------------------------
 

@@ -192,4 +192,8 @@ class Intake:
 
 def _rough_size(messages: ChatMessages) -> int:
     """About how many characters the messages hold, without looking deep."""
-    return sum(len(m.get("content") or ()) if isinstance(m.get("content"), str) else INLINE_CHARS for m in messages)  # type: ignore[arg-type]
+    size = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        size += len(content) if isinstance(content, str) else INLINE_CHARS
+    return size

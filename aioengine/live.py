@@ -44,7 +44,8 @@ class LiveChoice:
 
     owner: LiveRequest
     output: ChoiceOutput
-    request: Request = None  # type: ignore[assignment]  # set at once; the two refer to each other
+    request: Request = field(init=False)
+    """Set as soon as it is made; the two refer to each other."""
     is_open: bool = True
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -108,7 +109,7 @@ class LiveRequests:
                 ignore_eos=params.ignore_eos,
                 priority=priority,
                 arrival_s=arrived_s,
-                cache_salt=cache_salt.encode() if cache_salt else b"",
+                cache_salt=(cache_salt or "").encode("utf-8", "surrogatepass"),
                 wants_prompt_logits=params.prompt_logprobs is not None,
                 sampling=plan,
                 stream=choice,

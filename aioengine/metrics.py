@@ -96,7 +96,7 @@ class EngineMetrics:
         self.loop_lag = Histogram(LAG_BUCKETS_S)
         self.recent_lag_s: deque[float] = deque(maxlen=4096)
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
 
     def text(self) -> bytes:
         """The Prometheus text format."""
