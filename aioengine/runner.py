@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from aioengine.models import Model
 
 __all__ = ["CpuRunner", "MemoryReport", "RowLogprobs", "Runner", "StepResult"]
+
+logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int32]
 
@@ -112,7 +117,7 @@ class _Launched:
 
 
 class CpuRunner:
-    """Runs steps in one worker thread, which ends with `close()`."""
+    """Runs steps in one worker thread, which ends with `close()`, or when nobody holds the runner any more."""
 
     def __init__(
         self,
@@ -127,9 +132,8 @@ class CpuRunner:
         max_model_len: int,
     ) -> None:
         self.memory = memory
-        self._device = device
         max_blocks = -(-max_model_len // memory.block_size)
-        self._work: _StepWork | None = _StepWork(
+        work = _StepWork(
             model,
             device.forward_pass(model, kv_caches, max_num_tokens),
             device.ops,
@@ -137,28 +141,14 @@ class CpuRunner:
             HostRows(max_num_seqs, max_blocks, memory.block_size),
             Sampler(vocab_size, max_num_seqs),
         )
-        self._queue: SimpleQueue[_Launched | None] = SimpleQueue()
-        self._failure: BaseException | None = None
-        self._is_closed = False
+        self._worker = _Worker(work, device)
+        self._worker.start()
+        self._let_go = weakref.finalize(self, _Worker.end, self._worker)
         self._ended: asyncio.Future[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="aioengine-cpu-runner", daemon=True)
-        self._start_single_threaded()
-
-    def _start_single_threaded(self) -> None:
-        """Starts the worker with torch's own parallelism off in it, and as it was everywhere else.
-
-        The native kernels use all cores; torch's threads would only spin against them. Torch keeps the number
-        per thread once a thread has used it, and one default for threads to come, which is restored here.
-        """
-        default = torch.get_num_threads()
-        self._has_started = threading.Event()
-        self._thread.start()
-        self._has_started.wait()
-        torch.set_num_threads(default)
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        if self._is_closed:
+        if self._ended is not None:
             done.set_exception(EngineClosed("the runner is closed"))
             return done
         joins = []
@@ -166,7 +156,8 @@ class CpuRunner:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             joins.append(_Join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:]))
-        self._queue.put(_Launched(plan.buffer, list(plan.left_rows), joins, _prompt_targets(plan), done))
+        launched = _Launched(plan.buffer, list(plan.left_rows), joins, _prompt_targets(plan), done)
+        self._worker.queue.put(launched)
         return done
 
     def warm_up(self) -> None:
@@ -174,49 +165,91 @@ class CpuRunner:
 
         Called by the loader before the first launch.
         """
-        assert self._work is not None
-        self._work.warm_up()
+        assert self._worker.work is not None
+        self._worker.work.warm_up()
 
     async def close(self) -> None:
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
-            self._is_closed = True
-            self._queue.put(None)
+            self._worker.on_end = self._ended
+            self._worker.is_closing = True
+            self._worker.queue.put(None)
         await asyncio.shield(self._ended)
+        self._let_go()
+
+
+class _Worker:
+    """The thread that runs steps. It does not hold the runner, only what it runs them with."""
+
+    def __init__(self, work: _StepWork, device: Device) -> None:
+        self.work: _StepWork | None = work
+        self.queue: SimpleQueue[_Launched | None] = SimpleQueue()
+        self.is_closing = False
+        """Steps not begun fail from now on."""
+        self.on_end: asyncio.Future[None] | None = None
+        self._device = device
+        self._failure: str | None = None
+        self._has_started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aioengine-cpu-runner", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread with torch's own parallelism off in it, and as it was everywhere else.
+
+        The native kernels use all cores; torch's threads would only spin against them. Torch keeps the number
+        per thread once a thread has used it, and one default for threads to come, which is restored here.
+        """
+        default = torch.get_num_threads()
+        self._thread.start()
+        self._has_started.wait()
+        torch.set_num_threads(default)
+
+    def end(self) -> None:
+        """Joins the thread after the step it is in. Runs at the interpreter's exit too, if nobody closed."""
+        self.is_closing = True
+        self.queue.put(None)
         self._thread.join()
-        if self._work is not None:
-            self._work = None
-            self._device.close()
 
     def _run(self) -> None:
-        """The worker thread."""
         torch.set_num_threads(1)
         torch.get_num_threads()  # makes the number this thread's own
         self._has_started.set()
         with torch.no_grad():
-            while (launched := self._queue.get()) is not None:
+            while (launched := self.queue.get()) is not None:
                 self._run_one(launched)
-        assert self._ended is not None
-        _tell(self._ended.get_loop(), _set_result, self._ended, None)
+        self.work = None
+        self._device.close()
+        if self.on_end is not None:
+            _tell(self.on_end, self.on_end.set_result, None)
 
     def _run_one(self, launched: _Launched) -> None:
         """Runs a step and resolves its future; the outermost frame of a device failure."""
-        loop, done = launched.done.get_loop(), launched.done
-        if self._is_closed:
-            _tell(loop, _set_exception, done, EngineClosed("the runner was closed before the step began"))
-            return
-        try:
-            if self._failure is not None:
-                raise self._failure
-            assert self._work is not None
-            result = self._work.run(launched)
-        except Exception as error:
-            self._failure = error
-            dead = EngineDead(f"the device failed while running a step: {type(error).__name__}: {error}")
-            dead.__cause__ = error
-            _tell(loop, _set_exception, done, dead)
+        done = launched.done
+        if self.is_closing:
+            _tell(done, done.set_exception, EngineClosed("the runner was closed before the step began"))
+        elif self._failure is not None:
+            _tell(done, done.set_exception, EngineDead(self._failure))
         else:
-            _tell(loop, _set_result, done, result)
+            assert self.work is not None
+            try:
+                result = self.work.run(launched)
+            except Exception as error:
+                # Logged here as text: the frames of a traceback would keep the model's memory.
+                logger.error("the device failed while running a step\n%s", traceback.format_exc())
+                self._failure = f"the device failed while running a step: {type(error).__name__}: {error}"
+                _tell(done, done.set_exception, EngineDead(self._failure))
+            else:
+                _tell(done, done.set_result, result)
+
+
+def _tell(future: asyncio.Future[Any], settle: Callable[[Any], None], value: object) -> None:
+    """Settles a future of a loop in another thread, unless it was cancelled or the loop is gone."""
+
+    def settle_if_open() -> None:
+        if not future.done():
+            settle(value)
+
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+        future.get_loop().call_soon_threadsafe(settle_if_open)
 
 
 @dataclass(slots=True)
@@ -308,18 +341,3 @@ def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:
         assert count is not None
         found[i] = _PromptTargets(request.token_ids()[first:end], count)
     return found
-
-
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
-        loop.call_soon_threadsafe(call, *args)
-
-
-def _set_result(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

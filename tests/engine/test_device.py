@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from aioengine.config import CacheConfig, EngineConfig, ResolvedConfig, resolve
@@ -87,9 +88,11 @@ def test_types_that_the_cpu_does_not_compute_in_are_refused(option: str) -> None
 
 def test_the_kv_cache_has_the_contracts_shape_and_costs_nothing_untouched() -> None:
     _, resolved = resolved_for(1024)
-    caches = CpuDevice(resolved).allocate_kv_cache(SPEC, 1 << 17, 16)  # 32 GiB, more than there is
-    assert len(caches) == 4
-    assert caches[0].shape == (1 << 17, 2, 16, 128) and caches[0].is_contiguous()
+    before = psutil.Process().memory_info().rss
+    caches = CpuDevice(resolved).allocate_kv_cache(SPEC, GIB // BLOCK_BYTES, 16)
+    assert psutil.Process().memory_info().rss - before < GIB // 4
+    assert len(caches) == 4 and sum(cache.nbytes for cache in caches) == GIB
+    assert caches[0].shape == (GIB // BLOCK_BYTES, 2, 16, 128) and caches[0].is_contiguous()
 
 
 def test_memory_at_hand_is_known() -> None:

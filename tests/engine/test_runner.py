@@ -82,6 +82,10 @@ def reference_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+def a_plan(planner: Planner) -> FakePlan:
+    return planner.plan({planner.request(random_prompt(5)): 5})
+
+
 async def step(runner: CpuRunner, planner: Planner, chunks: dict[FakeRequest, int]) -> StepResult:
     plan = planner.plan(chunks)
     result = await runner.launch(plan)
@@ -184,8 +188,8 @@ async def test_prompt_logprobs_score_every_token_but_the_first(
 async def test_a_row_with_broken_scores_fails_alone(runner: CpuRunner, planner: Planner) -> None:
     bad, good = planner.request(random_prompt(5)), planner.request(random_prompt(6))
     await step(runner, planner, {bad: 5, good: 6})
-    assert runner._work is not None
-    runner._work.kv_caches[0][bad.blocks[0]] = float("nan")
+    assert runner._worker.work is not None
+    runner._worker.work.kv_caches[0][bad.blocks[0]] = float("nan")
     result = await step(runner, planner, {good: 1, bad: 1})
     assert result.failures is not None and list(result.failures) == [1]
     assert "not finite" in result.failures[1]
@@ -209,13 +213,13 @@ async def test_a_failed_step_fails_with_every_step_after_it(checkpoint: Family, 
 
 
 async def test_nothing_is_launched_after_close(runner: CpuRunner, planner: Planner) -> None:
-    launched = runner.launch(planner.plan({planner.request(random_prompt(5)): 5}))
+    launched = runner.launch(a_plan(planner))
     await asyncio.gather(runner.close(), runner.close())
     assert launched.done()
     if launched.exception() is not None:  # it had not begun
         assert isinstance(launched.exception(), EngineClosed)
     with pytest.raises(EngineClosed):
-        await runner.launch(planner.plan({planner.request(random_prompt(5)): 5}))
+        await runner.launch(a_plan(planner))
 
 
 async def test_a_cancelled_future_does_not_disturb_the_steps_after_it(
@@ -234,11 +238,11 @@ def test_a_loop_that_ended_is_not_told(checkpoint: Family, planner: Planner) -> 
     runner = start_runner(checkpoint[1], TorchOps())
 
     async def launch_only() -> None:
-        runner.launch(planner.plan({planner.request(random_prompt(5)): 5}))
+        runner.launch(a_plan(planner))
 
     asyncio.run(launch_only())
     asyncio.run(runner.close())
-    assert not runner._thread.is_alive()
+    assert not runner._worker._thread.is_alive()
 
 
 async def test_torch_threads_of_the_caller_stay_as_they_were(
@@ -270,10 +274,22 @@ async def test_closing_leaves_no_thread_of_the_system_behind(checkpoint: Family,
     assert {thread.id for thread in psutil.Process().threads()} == before
 
 
-async def test_closing_gives_the_memory_back(checkpoint: Family) -> None:
-    runner = start_runner(checkpoint[1], None)
-    assert runner._work is not None
-    cache, model = weakref.ref(runner._work.kv_caches[0]), weakref.ref(runner._work.model)
-    await runner.close()
+@pytest.mark.parametrize("end", ["close", "close after a failure", "let go"])
+async def test_the_end_gives_the_memory_back(checkpoint: Family, planner: Planner, end: str) -> None:
+    ops = FailingOps()
+    runner = start_runner(checkpoint[1], ops if "failure" in end else None)
+    work = runner._worker.work
+    assert work is not None
+    cache, model, thread = weakref.ref(work.kv_caches[0]), weakref.ref(work.model), runner._worker._thread
+    del work
+    error: BaseException | None = None
+    if "failure" in end:
+        ops.fails = True
+        error = (await asyncio.gather(runner.launch(a_plan(planner)), return_exceptions=True))[0]
+        assert isinstance(error, EngineDead)
+    if end != "let go":
+        await runner.close()
+    del runner
     gc.collect()
+    assert not thread.is_alive()
     assert cache() is None and model() is None
