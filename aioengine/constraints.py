@@ -21,6 +21,7 @@ from aioengine.slot_table import SlotTable
 
 IntArray = NDArray[np.int64]
 
+_FOR_EVER = 2**31 - 1
 _NO_TOKEN, _ANY_TOKEN = -1, -2  # in the recent output, and in a word's beginning
 
 
@@ -46,12 +47,13 @@ class Constraints:
         self._forbidden = SlotTable(vocab_size, torch.bool, device)
         self._recent = SlotTable(1, torch.int32, device)
 
-    def join(self, row: int, plan: SamplingPlan, output_ids: ArrayLike) -> bool:
-        """Returns whether the plan has any constraint; if not, the row is not to be used here."""
+    def join(self, row: int, plan: SamplingPlan, output_ids: ArrayLike) -> int:
+        """Returns before how many output tokens the row has a constraint; 0 if never, then it has not joined."""
         bias = plan.params.logit_bias or {}
         early = plan.stop_ids if plan.params.min_tokens > 0 else ()
-        if not (bias or early or plan.allowed_ids is not None or plan.bad_words):
-            return False
+        for_ever = bool(bias or plan.allowed_ids is not None or plan.bad_words)
+        if not (early or for_ever):
+            return 0
         state = self._rows[row] = _RowConstraints(
             plan,
             np.array(early, np.int64),
@@ -65,7 +67,7 @@ class Constraints:
             line.index_fill_(0, self._to_device(plan.allowed_ids), False)
         if plan.bad_words:
             self._join_recent(state, output_ids)
-        return True
+        return _FOR_EVER if for_ever else plan.params.min_tokens
 
     def leave(self, row: int) -> None:
         state = self._rows.pop(row)

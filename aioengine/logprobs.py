@@ -23,7 +23,7 @@ class RowLogprobs:
     token_id: int
     logprob: float
     rank: int
-    """1 + number of tokens with a strictly greater log-probability."""
+    """1 + number of tokens with a strictly greater logit."""
     top_ids: NDArray[np.int32]
     """As many as asked for, best first, lowest id first on ties; with -1 all tokens, by their ids."""
     top_logprobs: NDArray[np.float32]

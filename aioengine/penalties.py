@@ -7,6 +7,7 @@ order, so the host need not know them. `NativePenalties` touches the few tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from aioengine.fastcore import native
-from aioengine.kernels import sampling as ops
 from aioengine.slot_table import SlotTable
 
 IntArray = NDArray[np.int64]
@@ -64,7 +64,14 @@ class NativePenalties:
 class DensePenalties:
     """On any device: prompt mask and output counts, [slots, V]; the tables double when they run out."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None],
+    ) -> None:
+        """`apply_penalties` as in `kernels/sampling.py`, or its kernel."""
+        self._apply = apply_penalties
         self._in_prompt = SlotTable(vocab_size, torch.bool, device)
         self._counts = SlotTable(vocab_size, torch.int32, device)
         self._slots: dict[int, tuple[int, int]] = {}
@@ -86,7 +93,7 @@ class DensePenalties:
         slots = np.array([self._slots[row] for row in rows.tolist()], np.int64)
         at_device = self._ids(at)
         part = logits.index_select(0, at_device)
-        ops.apply_penalties_ref(
+        self._apply(
             part,
             self._in_prompt.data.index_select(0, self._ids(slots[:, 0])),
             self._counts.data.index_select(0, self._ids(slots[:, 1])),

@@ -23,11 +23,11 @@ from aioengine.sampling_backend import (
     NOTHING_ALLOWED,
     OK,
     SETTINGS,
+    DeviceBackend,
     IntArray,
     NativeBackend,
     SamplingBackend,
     Settings,
-    TorchBackend,
 )
 from aioengine.sampling_plan import SamplingPlan, compile_sampling
 
@@ -43,7 +43,7 @@ __all__ = [
     "compile_sampling",
 ]
 
-_CONSTRAINED, _PENALIZED, _SCORED = 1, 2, 4
+_DRAWN, _PENALIZED, _SCORED, _CONSTRAINED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,13 @@ class Sampler:
         self.device = torch.device(device)
         if backend is None:
             is_cpu = self.device.type == "cpu"
-            backend = NativeBackend(vocab_size) if is_cpu else TorchBackend(vocab_size, self.device)
+            backend = NativeBackend(vocab_size) if is_cpu else DeviceBackend(vocab_size, self.device)
         self._backend = backend
         self._penalties = backend.penalties
         self._constraints = Constraints(vocab_size, self.device)
         self._plans: dict[int, SamplingPlan] = {}
-        self._flags = np.zeros(max_num_seqs, np.int32)
+        self._flags = np.zeros(max_num_seqs, np.int32)  # _CONSTRAINED depends on the position, see _flags_at
+        self._constrained_before = np.zeros(max_num_seqs, np.int64)
         self._settings = np.zeros(max_num_seqs, SETTINGS)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
 
@@ -106,9 +107,8 @@ class Sampler:
             p.frequency_penalty,
             p.presence_penalty,
         )
-        flags = 0
-        if self._constraints.join(row, plan, output_ids):
-            flags |= _CONSTRAINED
+        flags = 0 if p.is_greedy else _DRAWN
+        self._constrained_before[row] = self._constraints.join(row, plan, output_ids)
         if p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0:
             flags |= _PENALIZED
             self._penalties.join(row, prompt_ids, output_ids)
@@ -122,11 +122,16 @@ class Sampler:
         """Takes the row back; does nothing if nobody has it."""
         if self._plans.pop(row, None) is None:
             return
-        if self._flags[row] & _CONSTRAINED:
+        if self._constrained_before[row]:
             self._constraints.leave(row)
+            self._constrained_before[row] = 0
         if self._flags[row] & _PENALIZED:
             self._penalties.leave(row)
         self._flags[row] = 0
+
+    def is_plain_greedy(self, rows: ArrayLike, num_outputs: ArrayLike) -> bool:
+        """Whether `sample` of these rows would be the argmax of their logits and nothing else."""
+        return not self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64)).any()
 
     def sample(self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike) -> SampledStep:
         """Chooses one token for each row of `logits` and counts it as that row's newest output token.
@@ -138,7 +143,7 @@ class Sampler:
         """
         row_ids = np.asarray(rows, np.int64)
         x = _as_float32(logits)
-        flags = self._flags[row_ids]
+        flags = self._flags_at(row_ids, np.asarray(num_outputs, np.int64))
         settings = self._settings[row_ids]
         settings["position"] = num_outputs
         edited = np.flatnonzero(flags & (_CONSTRAINED | _PENALIZED))
@@ -165,6 +170,10 @@ class Sampler:
         token_ids = self._to_device(np.asarray(target_ids, np.int64))
         at = np.arange(len(token_ids))
         return self._backend.score(_as_float32(logits), at, token_ids, at.tolist(), [count] * len(at))
+
+    def _flags_at(self, rows: IntArray, positions: IntArray) -> NDArray[np.int32]:
+        constrained = np.where(positions < self._constrained_before[rows], _CONSTRAINED, 0)
+        return self._flags[rows] | constrained.astype(np.int32)
 
     def _choose_edited(
         self, x: Tensor, edited: IntArray, rows: IntArray, flags: NDArray[np.int32], settings: Settings

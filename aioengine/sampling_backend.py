@@ -1,12 +1,14 @@
 """How a device takes or draws tokens, penalizes and scores: one small interface, two implementations.
 
-`NativeBackend` runs the C++ of fastcore on the CPU; `TorchBackend` runs the references of
-`kernels/sampling.py` on any device and never waits for it. Both give the same tokens up to the last bit of
-a logarithm. Chosen once by `Sampler`, the only caller; `penalties.py` holds the part that has state.
+`NativeBackend` runs the C++ of fastcore on the CPU; `DeviceBackend` runs kernels on a GPU, or their torch
+references on any device, and never waits for it. All give the same tokens up to the last bits of a
+logarithm. Chosen once by `Sampler`, the only caller; `penalties.py` holds the part that has state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from aioengine.fastcore import native
 from aioengine.kernels import sampling as ops
+from aioengine.kernels import sampling_triton
+from aioengine.kernels.jit import unavailable_reason
 from aioengine.logprobs import LOGPROB_FLOOR, PendingLogprobs
 from aioengine.penalties import DensePenalties, NativePenalties, Penalties
 from aioengine.types import GREEDY_TEMPERATURE
@@ -98,24 +102,65 @@ class NativeBackend:
         return PendingLogprobs(keys, counts, offsets.tolist(), vocab_size, token_ids, *tensors)
 
 
-class TorchBackend:
-    """Plain torch on any device; nothing in it waits for the device."""
+def _draw_ref(
+    x: Tensor, threshold: Tensor | None, seeds: Tensor, positions: Tensor, temperature: Tensor | None
+) -> Tensor:
+    z = x if temperature is None else x / temperature[:, None]
+    if threshold is None:
+        threshold = z.new_full((len(z),), -torch.inf)
+    return ops.draw_ref(z, threshold, seeds, positions)
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+
+def _token_logprobs_ref(x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs: Tensor = x.log_softmax(-1)
+    return logprobs.gather(1, token_ids[:, None])[:, 0], ops.rank_ref(x, token_ids)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The device operations behind `DeviceBackend`: signatures as in `kernels/sampling_triton.py`."""
+
+    argmax: Callable[[Tensor], Tensor]
+    draw: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor | None], Tensor]
+    filter_threshold: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    token_logprobs: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+REFERENCES = Operations(
+    lambda x: x.argmax(-1), _draw_ref, ops.filter_threshold_ref, ops.apply_penalties_ref, _token_logprobs_ref
+)
+KERNELS = Operations(
+    sampling_triton.argmax,
+    sampling_triton.draw,
+    sampling_triton.filter_threshold,
+    sampling_triton.apply_penalties,
+    sampling_triton.token_logprobs,
+)
+
+
+class DeviceBackend:
+    """Kernels where they run, else their references; nothing in it waits for the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device, operations: Operations | None = None) -> None:
+        if operations is None:
+            operations = KERNELS if unavailable_reason(device) is None else REFERENCES
         self.device = device
-        self.penalties: Penalties = DensePenalties(vocab_size, device)
+        self._run = operations
+        self.penalties: Penalties = DensePenalties(vocab_size, device, operations.apply_penalties)
 
     def choose(self, logits: Tensor, at: IntArray, settings: Settings) -> Tensor:
         x = logits if len(at) == len(logits) else logits.index_select(0, self._to_device(at))
-        token_ids = x.argmax(-1)
+        token_ids = self._run.argmax(x)
         best = x.gather(1, token_ids[:, None])[:, 0]
         drawn = np.flatnonzero(settings["temperature"] >= GREEDY_TEMPERATURE)
-        if drawn.size:
+        if drawn.size == len(at):
+            token_ids = self._draw(x, settings)
+        elif drawn.size:
             drawn_at = self._to_device(drawn)
             token_ids.index_copy_(0, drawn_at, self._draw(x.index_select(0, drawn_at), settings[drawn]))
         impossible = torch.where(best == -torch.inf, NOTHING_ALLOWED, NOT_FINITE)
-        status = torch.where(torch.isfinite(best), OK, impossible)
-        return torch.stack((token_ids.int(), status.int()))
+        return torch.stack((token_ids, torch.where(torch.isfinite(best), OK, impossible))).int()
 
     def score(
         self, logits: Tensor, at: IntArray, token_ids: Tensor, keys: list[int], counts: list[int]
@@ -131,16 +176,18 @@ class TorchBackend:
         whole_values: list[Tensor] = []
         for start in range(0, len(at), _SCORE_CHUNK):  # bounds the memory of long prompts
             chunk = slice(start, start + _SCORE_CHUNK)
-            values = logits.index_select(0, self._to_device(at[chunk])).log_softmax(-1)
-            values.clamp_(min=LOGPROB_FLOOR)
-            chosen, rank = ops.rank_ref(values, token_ids[chunk])
-            logprobs.append(chosen)
-            ranks.append(torch.where(torch.isfinite(chosen), rank, 0))
+            x, ids = logits.index_select(0, self._to_device(at[chunk])), token_ids[chunk].long()
+            chosen, rank = self._run.token_logprobs(x, ids)
+            ranks.append(torch.where(torch.isfinite(x.gather(1, self._run.argmax(x)[:, None])[:, 0]), rank, 0))
+            logprobs.append(chosen.clamp(min=LOGPROB_FLOOR))
+            in_chunk = [i for i in whole if start <= i < start + _SCORE_CHUNK]
+            if width or in_chunk:
+                values = x.log_softmax(-1).clamp_(min=LOGPROB_FLOOR)
+                whole_values += [values[i - start] for i in in_chunk]
             if width:
-                ids, best = ops.top_logprobs_ref(values, width)
-                top_ids.append(ids.flatten())
+                best_ids, best = ops.top_logprobs_ref(values, width)
+                top_ids.append(best_ids.flatten())
                 top_values.append(best.flatten())
-            whole_values += [values[i - start] for i in whole if start <= i < start + _SCORE_CHUNK]
         return PendingLogprobs(
             keys,
             counts,
@@ -153,17 +200,22 @@ class TorchBackend:
             self._cat(top_values + whole_values, torch.float32),
         )
 
-    def _draw(self, z: Tensor, settings: Settings) -> Tensor:
-        z.div_(self._to_device(settings["temperature"])[:, None])
-        threshold = z.new_full((len(z),), -torch.inf)
-        top_k, top_p, min_p = settings["top_k"], settings["top_p"], settings["min_p"]
-        filtered = np.flatnonzero((top_k < z.shape[1]) | (top_p < 1) | (min_p > 0))
-        if filtered.size:
+    def _draw(self, x: Tensor, settings: Settings) -> Tensor:
+        whole = np.stack([settings[name].astype(np.int64) for name in ("seed", "position", "top_k")])
+        real = np.stack([settings[name] for name in ("temperature", "top_p", "min_p")])
+        seeds, positions, top_k = self._to_device(whole)
+        temperature, top_p, min_p = self._to_device(real)
+        filtered = np.flatnonzero((whole[2] < x.shape[1]) | (real[1] < 1) | (real[2] > 0))
+        if filtered.size == 0:
+            return self._run.draw(x, None, seeds, positions, temperature)
+        z = x / temperature[:, None]
+        if filtered.size == len(x):
+            threshold = self._run.filter_threshold(z, top_k, top_p, min_p)
+        else:
             at = self._to_device(filtered)
-            numbers = [self._to_device(a[filtered]) for a in (top_k.astype(np.int64), top_p, min_p)]
-            threshold.index_copy_(0, at, ops.filter_threshold_ref(z.index_select(0, at), *numbers))
-        positions = self._to_device(settings["position"].astype(np.int64))
-        return ops.draw_ref(z, threshold, self._to_device(settings["seed"]), positions)
+            some = (t.index_select(0, at) for t in (z, top_k, top_p, min_p))
+            threshold = z.new_full((len(z),), -torch.inf).index_copy_(0, at, self._run.filter_threshold(*some))
+        return self._run.draw(z, threshold, seeds, positions, None)
 
     def _to_device(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

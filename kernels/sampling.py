@@ -144,7 +144,7 @@ def draw_ref(z: Tensor, threshold: Tensor, seeds: Tensor, positions: Tensor) -> 
 
 
 def rank_ref(logprobs: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability and rank (1 + how many are strictly greater) of one token per row."""
+    """Value and rank (1 + how many are strictly greater) of one token per row."""
     chosen = logprobs.gather(1, token_ids.long()[:, None])
     return chosen[:, 0], (logprobs > chosen).sum(-1) + 1
 

@@ -370,7 +370,7 @@ Score score_token(const float* logits, int32_t vocab_size, int32_t token_id, int
     divide(logits, vocab_size, 1.0f, values);
     const double total = exponentiate(values, block_max, num_blocks, top, -kInf, scratch.weights.data());
     normalize(logits, vocab_size, top, float(std::log(total)), floor, values);
-    const Score score = {values[token_id], 1 + count_greater(values, vocab_size, values[token_id])};
+    const Score score = {values[token_id], 1 + count_greater(logits, vocab_size, logits[token_id])};
     if (k == -1) std::copy_n(values, vocab_size, top_logprobs);
     if (k <= 0) return score;
 

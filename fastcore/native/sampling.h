@@ -51,8 +51,8 @@ private:
     std::vector<int32_t> seen_;   // ids with a mark
 };
 
-// Log-probability of one token of each of logits[rows[i]], floored at `floor`, and its rank: 1 + number of tokens
-// with a strictly greater one, or 0 if the logits hold NaN or +inf. From offsets[i] on in the last two arrays:
+// Log-probability of one token of each of logits[rows[i]], floored at `floor`, and its rank: 1 + number of
+// strictly greater logits, or 0 if the logits hold NaN or +inf. From offsets[i] on in the last two arrays:
 // the counts[i] greatest ones, lowest id first on ties; for -1 all values in the order of the ids, and no ids.
 void score_tokens(const float* logits, ptrdiff_t stride, int32_t vocab_size, const int64_t* rows, int num_rows,
                   const int64_t* token_ids, const int64_t* counts, float floor, float* logprobs, int32_t* ranks,

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
-from aioengine.sampling_backend import TorchBackend
+from aioengine.sampling_backend import REFERENCES, DeviceBackend
 from aioengine.types import SamplingParams
 from tests.oracle import sampling_chain as oracle
 
@@ -24,7 +24,7 @@ MakeSampler = Callable[..., Sampler]
 MAKERS: dict[str, MakeSampler] = {
     "native": lambda vocab_size, rows=16: Sampler(vocab_size, rows),
     "torch": lambda vocab_size, rows=16: Sampler(
-        vocab_size, rows, backend=TorchBackend(vocab_size, torch.device("cpu"))
+        vocab_size, rows, backend=DeviceBackend(vocab_size, torch.device("cpu"), REFERENCES)
     ),
 }
 
@@ -189,6 +189,17 @@ def test_lowest_id_wins_a_tie_of_greedy_rows(make: MakeSampler) -> None:
     sampler = make(300)
     sampler.join(0, plan_for(300, temperature=0), [], [])
     assert sampler.sample(logits, [0], [0]).token_ids.tolist() == [70]
+
+
+def test_plain_greedy_is_greedy_without_anything_else(make: MakeSampler) -> None:
+    sampler, plans = make(VOCAB), mixed_plans()
+    for choice, plan in enumerate(plans):
+        sampler.join(choice, plan, PROMPTS[choice], [])
+    assert [c for c in range(len(plans)) if sampler.is_plain_greedy([c], [0])] == [0]
+    assert [c for c in range(len(plans)) if sampler.is_plain_greedy([c], [3])] == [0, 8]
+    assert not sampler.is_plain_greedy([0, 2], [0, 0])
+    sampler.leave(8)
+    assert sampler.is_plain_greedy([0, 8], [0, 0])
 
 
 def test_greedy_rows_ignore_the_filters(make: MakeSampler) -> None:
@@ -453,7 +464,7 @@ def test_impossible_tokens_have_a_finite_logprob(make: MakeSampler) -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0, -1e30]])
     entry = make(4).prompt_logprobs(logits, [1], 4).resolve()[0]
     assert entry is not None
-    assert entry.logprob == -9999.0 and entry.rank == 3
+    assert entry.logprob == -9999.0 and entry.rank == 4
     assert entry.top_ids.tolist() == [0, 2, 1, 3]
     assert np.isfinite(entry.top_logprobs).all()
 

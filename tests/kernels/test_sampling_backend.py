@@ -1,0 +1,102 @@
+"""The sampler over the sampling kernels gives what it gives over their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioengine.kernels.jit import unavailable_reason
+from aioengine.sampler import OK, Sampler, SamplingPlan
+from aioengine.sampling_backend import KERNELS, REFERENCES, DeviceBackend
+from aioengine.types import SamplingParams
+
+VOCAB = 130
+ROWS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.7, "logprobs": 0},
+    {"top_p": 0.7},
+    {"top_k": 5, "logprobs": -1},
+    {"min_p": 0.2, "temperature": 1.5},
+    {"temperature": 0.0, "repetition_penalty": 1.8},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {3: 2.0, 4: -5.0}},
+    {"min_tokens": 2},
+    {"top_p": 0.9, "logit_bias": {7: 4.0}, "repetition_penalty": 0.9},
+]
+EXTRAS: dict[int, dict[str, Any]] = {
+    4: {"allowed_ids": tuple(range(0, VOCAB, 2))},
+    6: {"bad_words": ((1,), (2, 3), (4, 5, 6))},
+    8: {"stop_ids": (0, 1)},
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_kernels(device: torch.device) -> None:
+    if unavailable_reason(device) is not None:
+        pytest.skip(unavailable_reason(device))
+
+
+def run(sampler: Sampler, batches: list[list[int]], device: torch.device) -> list[list[object]]:
+    seen: list[list[object]] = [[] for _ in ROWS]
+    for row, params in enumerate(ROWS):
+        plan = SamplingPlan(SamplingParams(**params), VOCAB, seed=row - 3, **EXTRAS.get(row, {}))
+        sampler.join(row, plan, [row, 50, 51], [20] * (row % 3))
+    for step, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(step)
+        logits = (torch.randn(len(ROWS), VOCAB, generator=generator)[batch] * 3).to(device)
+        positions = [row % 3 + sum(row in earlier for earlier in batches[:step]) for row in batch]
+        sampled = sampler.sample(logits, batch, positions)
+        assert sampled.status.tolist() == [OK] * len(batch)
+        entries = sampled.logprobs.resolve() if sampled.logprobs else {}
+        for i, row in enumerate(batch):
+            seen[row].append(int(sampled.token_ids[i]))
+            if (entry := entries.get(i)) is not None:
+                seen[row] += [entry.rank, entry.top_ids.tolist(), round(entry.logprob, 4)]
+    return seen
+
+
+def test_kernels_and_references_sample_alike(device: torch.device) -> None:
+    everyone = list(range(len(ROWS)))
+    batches = [everyone, [9, 2, 5], [1], everyone[::-1], [0], [4, 6, 3], everyone]
+    results = [
+        run(Sampler(VOCAB, 16, device, DeviceBackend(VOCAB, device, operations)), batches, device)
+        for operations in (REFERENCES, KERNELS)
+    ]
+    assert results[0] == results[1]
+
+
+def test_broken_row_fails_alone_over_kernels(device: torch.device) -> None:
+    sampler = Sampler(VOCAB, 4, device, DeviceBackend(VOCAB, device, KERNELS))
+    for row, params in enumerate([{"temperature": 0.0}, {"top_p": 0.5}, {"logprobs": 1}]):
+        sampler.join(row, SamplingPlan(SamplingParams(**params), VOCAB, seed=row), [], [])
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    whole = sampler.sample(logits, [0, 1, 2], [0, 0, 0]).token_ids.tolist()
+    for broken in range(3):
+        poisoned = logits.clone()
+        poisoned[broken, 9] = torch.nan
+        step = sampler.sample(poisoned, [0, 1, 2], [0, 0, 0])
+        assert [bool(s) for s in step.status.tolist()] == [row == broken for row in range(3)]
+        tokens = step.token_ids.tolist()
+        assert 0 <= tokens[broken] < VOCAB
+        assert [t for row, t in enumerate(tokens) if row != broken] == [
+            t for row, t in enumerate(whole) if row != broken
+        ]
+
+
+@pytest.mark.gpu
+def test_sampling_never_waits_for_the_device(device: torch.device) -> None:
+    sampler = Sampler(VOCAB, 16, device)
+    for row, params in enumerate(ROWS):
+        plan = SamplingPlan(SamplingParams(**params), VOCAB, seed=row, **EXTRAS.get(row, {}))
+        sampler.join(row, plan, [1, 2], [3])
+    logits = torch.randn(len(ROWS), VOCAB, device=device)
+    sampler.sample(logits, range(len(ROWS)), np.ones(len(ROWS)))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.sample(logits, range(len(ROWS)), np.full(len(ROWS), 2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
