@@ -52,6 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-wide-heads": ("Llama", {"head_dim": 32}),
     "mistral-window": ("Mistral", {"sliding_window": 11}),
     "qwen2": ("Qwen2", {}),
+    "qwen2-window-in-upper-layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
