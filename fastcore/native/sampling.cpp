@@ -156,12 +156,22 @@ AIO_INLINE void random_words(uint32_t block, uint32_t position, uint64_t seed, i
     }
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
     for (int round = 0; round < 10; ++round) {
+        uint32_t high0[kGroups], low0[kGroups], high2[kGroups], low2[kGroups];
+        for (int j = 0; j < kGroups; ++j) {  // a loop per product: together they are not vectorized
+            const uint64_t product = uint64_t(c0[j]) * 0xD2511F53u;
+            high0[j] = uint32_t(product >> 32);
+            low0[j] = uint32_t(product);
+        }
         for (int j = 0; j < kGroups; ++j) {
-            const uint64_t a = uint64_t(c0[j]) * 0xD2511F53u, b = uint64_t(c2[j]) * 0xCD9E8D57u;
-            c0[j] = uint32_t(b >> 32) ^ c1[j] ^ k0;
-            c1[j] = uint32_t(b);
-            c2[j] = uint32_t(a >> 32) ^ c3[j] ^ k1;
-            c3[j] = uint32_t(a);
+            const uint64_t product = uint64_t(c2[j]) * 0xCD9E8D57u;
+            high2[j] = uint32_t(product >> 32);
+            low2[j] = uint32_t(product);
+        }
+        for (int j = 0; j < kGroups; ++j) {
+            c0[j] = high2[j] ^ c1[j] ^ k0;
+            c1[j] = low2[j];
+            c2[j] = high0[j] ^ c3[j] ^ k1;
+            c3[j] = low0[j];
         }
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
@@ -174,21 +184,22 @@ AIO_INLINE void random_words(uint32_t block, uint32_t position, uint64_t seed, i
     }
 }
 
-AIO_INLINE float uniform_of(int32_t word) {
-    const float u = float(word ^ (word >> 31)) * kUniformScale;
-    return u > kUniformFloor ? u : kUniformFloor;
+AIO_INLINE float folded_of(int32_t word) { return float(word ^ (word >> 31)); }
+
+float noise_of(int32_t word) {
+    const float u = std::max(folded_of(word) * kUniformScale, kUniformFloor);
+    return -std::log(-std::log1p(-u));
 }
 
-float noise_of(int32_t word) { return -std::log(-std::log1p(-uniform_of(word))); }
-
 // Writes the random words of a block, and how far each token could get at most. True if one of them could
-// reach `best`. The bound: noise <= -log(u), and log2(u) >= exponent + mantissa - 1.
+// reach `best`. The bound: noise <= -log(u), u is just below 2^-31 folded, and the bits of a float read as a
+// number give its exponent and mantissa, whose sum is never above the logarithm: log2(1 + m) >= m.
 AIO_VECTORIZED bool bound_scores(const float* z, uint32_t block, uint32_t position, uint64_t seed, float best,
                                  int32_t* words, float* bounds) {
     random_words(block, position, seed, words);
     int32_t hits = 0;
     for (int j = 0; j < kBlock; ++j) {
-        const float log2_u = float(bits_of(uniform_of(words[j]))) * 1.1920929e-7f - 127.0f;
+        const float log2_u = float(bits_of(folded_of(words[j]))) * 1.1920929e-7f - (127.0f + 31.0f);
         bounds[j] = z[j] + (1e-4f - kLog2 * log2_u);
         hits += bounds[j] >= best;
     }
