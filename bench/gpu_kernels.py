@@ -189,7 +189,7 @@ def attention_plan_for(
     return plan
 
 
-def run_decode(b: Bench, model: str, few: list[Tile]) -> None:
+def run_decode(b: Bench, model: str, few: list[Tile | None], is_settled: bool = False) -> None:
     heads, kv_heads = MODELS[model]["heads"], MODELS[model]["kv_heads"]
     cache = Cache(b, 64 if b.dry else 40000, kv_heads)
     for name, lens in decode_shapes():
@@ -197,16 +197,26 @@ def run_decode(b: Bench, model: str, few: list[Tile]) -> None:
         copies = copies_for(moved)
         tables = cache.tables(lens, copies)
         q = b.rand(len(lens), heads * HEAD_DIM)
-        for tile in few:
-            plan = attention_plan_for(b, lens, [1] * len(lens), heads, kv_heads, decode_only=True, few=tile)
-            call = functools.partial(lambda i, p, q, t: attention.paged_attention(q, cache.kv, t[i], p, 0.09), p=plan, q=q, t=tables)  # fmt: skip  # noqa: E501
+        for few_tile in few:
+            plan = attention_plan_for(b, lens, [1] * len(lens), heads, kv_heads, decode_only=True, few=few_tile)
+            tile = plan.lists[0].tile
             label = f"bn{tile.block_n} w{tile.num_warps} s{tile.num_stages} c{tile.min_chunk} t{tile.target_programs}"
-            b.time(f"{model} decode {name}", call, copies, config=label, moved=moved)
+
+            def call(
+                i: int, plan: attention_plan.AttentionPlan = plan, q: torch.Tensor = q, tables: list = tables
+            ) -> Any:
+                return attention.paged_attention(q, cache.kv, tables[i], plan, 0.09, is_settled=is_settled)
+
+            b.time(f"{model} decode {name}", call, copies, config=label + is_settled * " settled", moved=moved)
         if b.dry:
             break
 
 
 def section_decode(b: Bench) -> list[Callable[[], None]]:
+    return [functools.partial(run_decode, b, model, [None], s) for model in MODELS for s in (False, True)]
+
+
+def section_tiles(b: Bench) -> list[Callable[[], None]]:
     cases = []
     for model in MODELS:
         for bn, warps, stages in FEW_TILES:
@@ -250,36 +260,56 @@ def run_prefill(b: Bench, many: list[Tile | None]) -> None:
 
 
 def run_cudnn(b: Bench) -> None:
-    if b.dry:
-        return
+    """Chunks of one row through cuDNN and what is left through the paged kernels, against the paged kernel alone."""
     heads, kv_heads = 32, 8
-    cache = Cache(b, 12000, kv_heads)
+    cache = Cache(b, 200 if b.dry else 12000, kv_heads)
     reason = attention_prefill.unsupported_reason(b.device, BF16, HEAD_DIM)
     b.add("cuDNN refusal", note=str(reason))
-    for queries, context in ((2048, 0), (8192, 0), (8192, 24576), (2048, 8192), (512, 8192), (1999, 3001)):
+    if not b.dry:
+        started = time.perf_counter()
+        attention_prefill.warm(heads, kv_heads, HEAD_DIM, BF16, b.device, 8192)
+        torch.cuda.synchronize()
+        b.add("cuDNN warm", first_call_ms=round((time.perf_counter() - started) * 1000, 1))
+    for queries, context in (
+        (2048, 0),
+        (8192, 0),
+        (8192, 24576),
+        (2048, 8192),
+        (5000, 3001),
+        (8155, 8192),
+        (16384, 16384),
+    ):
         table = cache.tables([queries + context], 1)[0]
         q = b.rand(queries, heads * HEAD_DIM)
         row = attention_prefill.LongRow(0, 0, queries, context)
+        starts, lens, skip = b.ints([0, queries]), b.ints([queries + context]), b.ints([row.num_covered])
+        plan = make_plan(queries, 1, heads, kv_heads, HEAD_DIM, b.device)
+        fill_plan(plan, starts, lens)
+        case = f"8B long chunk {queries} after {context}"
+        flops = 4 * heads * HEAD_DIM * (queries * context + queries * (queries + 1) / 2)
+        paged = attention.paged_attention(q, cache.kv, table, plan, 0.09)
+        fill_plan(plan, starts, lens, skip)
+        if b.dry:
+            attention_prefill.merge(
+                q, *[b.rand(queries, heads, HEAD_DIM), b.rand(queries, heads, dtype=torch.float32)] * 2
+            )
+            attention_prefill.context_attention(q.unflatten(1, (heads, HEAD_DIM)), cache.kv, table[0], 100, 0.09)
+            continue
         out = torch.full_like(q, float("nan"))
+
+        def call(i: int, q=q, table=table, row=row, out=out, plan=plan) -> None:
+            if row.num_covered < row.num_queries:
+                attention.paged_attention(q, cache.kv, table, plan, 0.09, out=out)
+            attention_prefill.long_prefill_attention(out, q, cache.kv, table, [row], 0.09)
+
         torch.cuda.synchronize()
         started = time.perf_counter()
-        attention_prefill.long_prefill_attention(out, q, cache.kv, table, [row], 0.09)
+        call(0)
         torch.cuda.synchronize()
         first_ms = (time.perf_counter() - started) * 1000
-        plan = attention_plan_for(b, [queries + context], [queries], heads, kv_heads)
-        paged = attention.paged_attention(q, cache.kv, table, plan, 0.09)
         error = ((out.float() - paged.float()).norm() / paged.float().norm()).item()
-        pairs = queries * context + queries * (queries + 1) / 2
-        b.add(f"8B cuDNN {queries} after {context}", error=error, first_call_ms=round(first_ms, 1))
-        b.time(
-            f"8B cuDNN {queries} after {context}",
-            lambda i, q=q, t=table, r=row, o=out: attention_prefill.long_prefill_attention(
-                o, q, cache.kv, t, [r], 0.09
-            ),
-            1,
-            flops=4 * heads * HEAD_DIM * pairs,
-            replays=5,
-        )
+        b.add(case, error=error if math.isfinite(error) else float("inf"), first_call_ms=round(first_ms, 1))
+        b.time(case, call, 1, flops=flops, replays=5)
 
 
 def section_prefill(b: Bench) -> list[Callable[[], None]]:
@@ -289,9 +319,39 @@ def section_prefill(b: Bench) -> list[Callable[[], None]]:
 
 # --- products of few rows ----------------------------------------------------------------------------------------
 
-ONE_ROW = [(4, 512, 2), (4, 1024, 4), (8, 256, 2), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (16, 256, 4), (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (32, 256, 8)]  # fmt: skip  # noqa: E501
-FEW_ROWS = [(8, 256, 4), (8, 512, 4), (16, 128, 4), (16, 256, 4), (16, 256, 8), (32, 128, 4), (32, 256, 8), (16, 512, 8), (64, 128, 8)]  # fmt: skip  # noqa: E501
-MANY_ROWS = [(16, 128, 4), (32, 128, 4), (32, 64, 4), (64, 64, 4), (32, 128, 8), (64, 128, 8)]
+ONE_ROW = [
+    SkinnyTile(*sizes, prefetch=prefetch)
+    for prefetch in (False, True)
+    for sizes in ((8, 512, 4), (4, 512, 4), (16, 256, 4), (4, 1024, 4), (2, 2048, 4), (4, 2048, 8), (16, 512, 8))
+]
+ONE_ROW += [SkinnyTile(4, 512, 2), SkinnyTile(8, 256, 2), SkinnyTile(8, 1024, 8), SkinnyTile(2, 4096, 8)]
+FEW_ROWS = [
+    SkinnyTile(*sizes, prefetch=prefetch)
+    for prefetch in (False, True)
+    for sizes in (
+        (8, 256, 4, 6),
+        (8, 512, 4, 4),
+        (16, 128, 4, 6),
+        (16, 256, 4, 4),
+        (32, 128, 4, 5),
+        (32, 256, 4, 3),
+        (64, 128, 4, 4),
+    )
+]
+FEW_ROWS += [SkinnyTile(8, 512, 2, 4), SkinnyTile(16, 256, 2, 4), SkinnyTile(16, 512, 4, 3), SkinnyTile(128, 64, 4, 5)]
+MANY_ROWS = [
+    SkinnyTile(*sizes, prefetch=prefetch)
+    for prefetch in (False, True)
+    for sizes in (
+        (16, 128, 4, 5),
+        (16, 256, 4, 3),
+        (32, 128, 4, 4),
+        (32, 64, 4, 6),
+        (64, 64, 4, 5),
+        (64, 128, 4, 4),
+        (128, 64, 4, 5),
+    )
+]
 
 
 def products(model: str) -> Iterator[tuple[str, int, int, str]]:
@@ -335,20 +395,20 @@ def run_product(b: Bench, model: str, name: str, outs: int, ins: int, kind: str,
         }[kind]().float()
         b.time(case, separate, copies, config="cuBLAS", moved=moved)
         b.time(case + ", product alone", lambda i: F.linear(x, weights[i]), copies, config="cuBLAS", moved=moved)
-    for bn, bk, warps in ONE_ROW if rows == 1 else FEW_ROWS if rows <= 16 else MANY_ROWS:
-        if bn * bk * (2 if kind == "gated" else 1) > 16384 * warps // 4:
+    for tile in ONE_ROW if rows == 1 else FEW_ROWS if rows <= 16 else MANY_ROWS:
+        if rows == 1 and tile.block_n * tile.block_k * (2 if kind == "gated" else 1) > 4096 * tile.num_warps:
             continue  # registers
-        tile = SkinnyTile(bn, bk, warps)
+        label = f"bn{tile.block_n} bk{tile.block_k} w{tile.num_warps} s{tile.num_stages}" + tile.prefetch * " pre"
         try:
             y = fused(0, tile)
             if not b.dry:
                 error = ((y.float() - reference).norm() / reference.norm()).item()
                 if not error < 1.2e-2:
-                    b.add(case, config=f"bn{bn} bk{bk} w{warps}", error=error)
+                    b.add(case, config=label, error=error)
                     continue
-            b.time(case, functools.partial(fused, tile=tile), copies, config=f"bn{bn} bk{bk} w{warps}", moved=moved)
+            b.time(case, functools.partial(fused, tile=tile), copies, config=label, moved=moved)
         except Exception as error:  # a variant that does not compile or launch is a result
-            b.add(case, config=f"bn{bn} bk{bk} w{warps}", failure=f"{type(error).__name__}: {str(error)[:200]}")
+            b.add(case, config=label, failure=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def section_products(b: Bench) -> list[Callable[[], None]]:
@@ -375,7 +435,7 @@ def run_elementwise(b: Bench, model: str, tokens: int) -> None:
     b.time(
         f"{model} add_rms_norm {tokens}",
         lambda i: norm.add_rms_norm(x, residual, gain, 1e-6),
-        4,
+        32 if tokens <= 256 else 4,
         moved=8.0 * tokens * hidden,
     )
     gate_up = b.rand(tokens, 2 * mlp)
@@ -384,7 +444,12 @@ def run_elementwise(b: Bench, model: str, tokens: int) -> None:
         lambda: activation.silu_mul(gate_up),
         lambda: activation.silu_mul_ref(gate_up.float()),
     )
-    b.time(f"{model} silu_mul {tokens}", lambda i: activation.silu_mul(gate_up), 4, moved=6.0 * tokens * mlp)
+    b.time(
+        f"{model} silu_mul {tokens}",
+        lambda i: activation.silu_mul(gate_up),
+        32 if tokens <= 256 else 4,
+        moved=6.0 * tokens * mlp,
+    )
     qkv = b.rand(tokens, (heads + 2 * kv_heads) * HEAD_DIM)
     cos_sin = b.rand(1024, HEAD_DIM, dtype=torch.float32)
     positions = b.ints(torch.arange(tokens) % 1024)
@@ -403,7 +468,7 @@ def run_elementwise(b: Bench, model: str, tokens: int) -> None:
     b.time(
         f"{model} rope_and_cache {tokens}",
         lambda i: rope.rope_and_cache(qkv, positions, cos_sin, slots, cache, *weights, *sizes),
-        4,
+        32 if tokens <= 256 else 4,
         moved=4.0 * tokens * (heads + 2 * kv_heads) * HEAD_DIM,
     )
 
@@ -425,10 +490,10 @@ def run_step(b: Bench, rows: int) -> None:
         expected = step.unpack_ref(buffer.clone(), table, last, BLOCK_SIZE)
         wrong = [n for n in step.StepInputs.__dataclass_fields__ if not getattr(inputs, n).equal(getattr(expected, n))]
         b.add(f"unpack {rows}", error=float(len(wrong)), note=str(wrong))
-    b.time(f"unpack {rows} rows", lambda i: step.unpack(buffer, table, last, BLOCK_SIZE, inputs), 4)
+    b.time(f"unpack {rows} rows", lambda i: step.unpack(buffer, table, last, BLOCK_SIZE, inputs), 32)
     for heads, kv_heads in ((32, 8), (16, 8)):
         plan = make_plan(rows, rows, heads, kv_heads, HEAD_DIM, b.device, decode_only=True)
-        b.time(f"plan {rows} rows, {heads} heads", lambda i, p=plan: fill_plan(p, inputs.query_start_loc, inputs.seq_lens), 4)  # fmt: skip  # noqa: E501
+        b.time(f"plan {rows} rows, {heads} heads", lambda i, p=plan: fill_plan(p, inputs.query_start_loc, inputs.seq_lens), 32)  # fmt: skip  # noqa: E501
 
 
 def run_attention_checks(b: Bench, heads: int, kv_heads: int) -> None:
@@ -494,7 +559,7 @@ def run_sampling(b: Bench, rows: int) -> None:
             lambda k=k, p=p: (z >= sampling.filter_threshold_ref(z, k, p, zeros)[:, None]).sum(-1),
         )
         b.time(f"filter {name} {rows}", lambda i, k=k, p=p: sampling_triton.filter_threshold(z, k, p, zeros), 2)
-    b.time(f"argmax {rows}", lambda i: sampling_triton.argmax(logits), 4, moved=2.0 * rows * vocab)
+    b.time(f"argmax {rows}", lambda i: sampling_triton.argmax(logits), 16, moved=2.0 * rows * vocab)
     b.time(f"argmax {rows}, torch", lambda i: logits.argmax(-1), 4, moved=2.0 * rows * vocab)
     half = ones * 0.6
     b.time(
@@ -544,7 +609,7 @@ class Layers:
             qkv, self.positions, self.cos_sin, self.slots, cache, self.qk_gain, self.qk_gain, 1e-6,
             m["heads"], m["kv_heads"], HEAD_DIM,
         )  # fmt: skip
-        return attention.paged_attention(q, cache, self.table, self.plan, 0.09)
+        return attention.paged_attention(q, cache, self.table, self.plan, 0.09, is_settled=True)
 
     def fused(self, _: int) -> torch.Tensor:
         h = self.h
@@ -599,6 +664,7 @@ def section_layers(b: Bench) -> list[Callable[[], None]]:
 SECTIONS = {
     "small": section_small,
     "decode": section_decode,
+    "tiles": section_tiles,
     "split": section_split,
     "prefill": section_prefill,
     "products": section_products,

@@ -76,7 +76,7 @@ def paged_attention_ref(
 
 
 @jit
-def _attend_keys(
+def attend_keys(
     acc,
     row_max,
     row_sum,
@@ -275,12 +275,13 @@ def _attention_kernel(
     MERGE_ROWS: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (KV head, item). Each constexpr belongs to the layer or to the tile, none to the batch."""
     head = tl.program_id(0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    if not SETTLED:
+        wait_for_inputs(PDL)
     item_ptr = items_ptr + tl.program_id(1) * 8
     row = tl.load(item_ptr)
     token = tl.load(item_ptr + 1)
@@ -291,6 +292,9 @@ def _attention_kernel(
     slot = tl.load(item_ptr + 6)
     packed_parts = tl.load(item_ptr + 7)
     num_parts, part = packed_parts // 65536, packed_parts % 65536
+    if SETTLED:
+        wait_for_inputs(PDL)
+    let_next_start(PDL)
     if row >= 0:
         rows = tl.arange(0, BLOCK_M)
         dims = tl.arange(0, HEAD_BLOCK)
@@ -309,7 +313,7 @@ def _attention_kernel(
             # keys that every query of the tile sees need no mask
             masked_from = start + (tl.minimum(position + 1, end) - start) // BLOCK_N * BLOCK_N
             masked_from = tl.maximum(masked_from, start)
-            acc, row_max, row_sum = _attend_keys(
+            acc, row_max, row_sum = attend_keys(
                 acc,
                 row_max,
                 row_sum,
@@ -333,7 +337,7 @@ def _attention_kernel(
                 False,
                 NUM_STAGES,
             )
-        acc, row_max, row_sum = _attend_keys(
+        acc, row_max, row_sum = attend_keys(
             acc,
             row_max,
             row_sum,
@@ -416,6 +420,7 @@ def _launch_list(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    is_settled: bool,
 ) -> None:
     group = plan.num_heads // plan.num_kv_heads
     tile = work.tile
@@ -453,6 +458,7 @@ def _launch_list(
         MERGE_ROWS=merge_rows,
         MERGE_PARTS=max(32 // merge_rows, 2),
         NUM_STAGES=tile.num_stages,
+        SETTLED=is_settled,
         num_warps=tile.num_warps,
         **launch_options(q.device),
     )
@@ -467,11 +473,13 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    is_settled: bool = False,
 ) -> torch.Tensor:
     """Attention of the batch that `plan` was filled for; one launch per work list. See the head of the file.
 
-    The window is the plan's. Every token of the result is written, padding with zeros, but for the tokens of
-    rows that the plan skips, which are the caller's.
+    The window is the plan's. Every token of the result is written, padding with zeros, but for those that the
+    plan was told to skip. `is_settled`: some kernel that waits for its inputs was launched between the plan's
+    last `fill_plan` and this call, so that the list may be read while that kernel still runs.
     """
     require_kernels(q.device)
     if q.shape != (plan.num_tokens, plan.num_heads * plan.head_dim):
@@ -483,5 +491,5 @@ def paged_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for work in plan.lists:
-        _launch_list(work, plan, out, q, kv_cache, block_table, scale, softcap, sinks)
+        _launch_list(work, plan, out, q, kv_cache, block_table, scale, softcap, sinks, is_settled)
     return out

@@ -46,8 +46,8 @@ class Tile:
 def tile_for(group: int, few_queries: bool) -> Tile:
     """The tile for `group` query heads per KV head; measured on an H200 (`bench/results/`)."""
     if few_queries:
-        return Tile(max(16, triton.next_power_of_2(group)), 64, 4, 3, 256, 132 * 4)
-    return Tile(max(128, triton.next_power_of_2(group)), 64, 8, 3, 512, 132 * 2)
+        return Tile(max(16, triton.next_power_of_2(group)), 64, 4, 2, 256, 132 * 4)
+    return Tile(max(64, triton.next_power_of_2(group)), 64, 4, 2, 512, 132 * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,6 @@ def make_plan(
     *,
     window: int = 0,
     decode_only: bool = False,
-    skip_from: int | None = None,
     few: Tile | None = None,
     many: Tile | None = None,
     share: AttentionPlan | None = None,
@@ -103,8 +102,7 @@ def make_plan(
     """Buffers of a plan for batches of up to `num_tokens` tokens in up to `num_rows` rows.
 
     `decode_only` leaves out the list for long query ranges: such a plan still serves any batch, but long
-    ranges slowly. Rows with `skip_from` or more queries are left to `attention_prefill.py`. `share`: a plan,
-    never used at the same time, whose partial buffers serve if large enough.
+    ranges slowly. `share`: a plan, never used at the same time, whose partial buffers serve if large enough.
     """
     require_kernels(device)
     group = num_heads // num_kv_heads
@@ -113,14 +111,13 @@ def make_plan(
     lists = []
     slots = acc_size = 0
     few_limit = _NO_LIMIT if decode_only else few.block_m // group
-    last = _NO_LIMIT if skip_from is None else skip_from - 1
-    for tile, lower, upper in ((few, 1, min(few_limit, last)), (many, few_limit + 1, last)):
+    for tile, lower, upper in ((few, 1, few_limit), (many, few_limit + 1, _NO_LIMIT)):
         if lower > upper:
             continue
         queries = tile.block_m // group
         target = max(1, tile.target_programs // num_kv_heads)
         num_query_tiles = min(num_tokens, num_rows + 1 + num_tokens // queries)
-        takes_padding = upper == last
+        takes_padding = upper == _NO_LIMIT
         if upper <= queries and not takes_padding:
             num_query_tiles = min(num_tokens, num_rows)
         items = torch.empty(num_query_tiles + target, ITEM_WORDS, dtype=torch.int32, device=device)
@@ -143,14 +140,21 @@ def _ceil(a: int, b: int) -> int:
 
 
 def fill_list_ref(
-    work: ItemList, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, window: int
+    work: ItemList,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_tokens: int,
+    window: int,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The items [num_items, 8] of one list, row after row, each row's last queries first."""
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    bounds, lens = query_start_loc.tolist(), seq_lens.tolist()
+    skips = [0] * len(lens) if skip is None else skip.tolist()
+    starts = [bound + skipped for bound, skipped in zip(bounds, skips, strict=False)]
     tile_queries = work.queries_per_item
     rows = []
     for row, seq_len in enumerate(lens):
-        count = starts[row + 1] - starts[row]
+        count = bounds[row + 1] - starts[row]
         if work.min_queries <= count <= work.max_queries:
             span = min(seq_len, window + tile_queries - 1) if window else seq_len
             rows.append((row, count, seq_len, _ceil(count, tile_queries), span))
@@ -183,7 +187,7 @@ def fill_list_ref(
                 items.append(words if part < used else [-1] + [0] * 7)
             slot += parts if parts > 1 else 0
     if work.takes_padding:
-        for token in range(starts[-1], num_tokens, tile_queries):
+        for token in range(bounds[-1], num_tokens, tile_queries):
             items.append([0, token, min(tile_queries, num_tokens - token), 0, 0, 0, 0, 1 << 16])
     items += [[-1] + [0] * 7] * (work.num_items - len(items))
     return torch.tensor(items, dtype=torch.int32, device=query_start_loc.device)
@@ -198,6 +202,7 @@ def _fill_list_kernel(
     items_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    skip_ptr,
     num_tokens,
     num_rows,
     num_items,
@@ -207,6 +212,7 @@ def _fill_list_kernel(
     min_chunk,
     min_queries,
     max_queries,
+    HAS_SKIP: tl.constexpr,
     TAKES_PADDING: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
@@ -219,6 +225,8 @@ def _fill_list_kernel(
     rows = tl.arange(0, ROWS_BLOCK)
     row_mask = rows < num_rows
     starts = tl.load(query_start_loc_ptr + rows, mask=row_mask, other=0)  # [ROWS_BLOCK]
+    if HAS_SKIP:
+        starts += tl.load(skip_ptr + rows, mask=row_mask, other=0)  # [ROWS_BLOCK]
     counts = tl.load(query_start_loc_ptr + rows + 1, mask=row_mask, other=0) - starts  # [ROWS_BLOCK]
     lens = tl.load(seq_lens_ptr + rows, mask=row_mask, other=0)  # [ROWS_BLOCK]
     mine = (counts >= min_queries) & (counts <= max_queries)
@@ -242,6 +250,8 @@ def _fill_list_kernel(
     num_listed = tl.sum(sizes, axis=0)
     listed = item < num_listed
     row_start = tl.load(query_start_loc_ptr + row, mask=listed, other=0)  # [ITEMS_BLOCK]
+    if HAS_SKIP:
+        row_start += tl.load(skip_ptr + row, mask=listed, other=0)  # [ITEMS_BLOCK]
     count = tl.load(query_start_loc_ptr + row + 1, mask=listed, other=0) - row_start  # [ITEMS_BLOCK]
     seq_len = tl.load(seq_lens_ptr + row, mask=listed, other=0)  # [ITEMS_BLOCK]
     tile = (count + tile_queries - 1) // tile_queries - 1 - local // parts
@@ -282,8 +292,16 @@ def _fill_list_kernel(
     tl.store(item_ptrs + 7, packed, mask=mask)  # [ITEMS_BLOCK]
 
 
-def fill_plan(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Writes the lists of one step from query_start_loc [S + 1] and seq_lens [S]; one launch per list."""
+def fill_plan(
+    plan: AttentionPlan,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Writes the lists of one step from query_start_loc [S + 1] and seq_lens [S]; one launch per list.
+
+    `skip` [S]: how many of each row's first queries somebody else attends (`attention_prefill.py`).
+    """
     require_kernels(seq_lens.device)
     num_rows = seq_lens.shape[0]
     block = 8
@@ -292,6 +310,7 @@ def fill_plan(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens: torc
             work.items,
             query_start_loc,
             seq_lens,
+            skip,
             plan.num_tokens,
             num_rows,
             work.num_items,
@@ -301,6 +320,7 @@ def fill_plan(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens: torc
             work.tile.min_chunk,
             work.min_queries,
             work.max_queries,
+            HAS_SKIP=skip is not None,
             TAKES_PADDING=work.takes_padding,
             ALIGN=ALIGN,
             ROWS_BLOCK=triton.next_power_of_2(max(num_rows, 2)),

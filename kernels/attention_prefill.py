@@ -1,16 +1,19 @@
 """Attention of long prefill chunks through cuDNN, which on Hopper is well ahead of a portable kernel.
 
-A chunk of n queries after a context of c tokens is two dense problems that share their queries,
+A chunk of n queries after a context of c tokens is dense problems that share their queries,
 
     square    n queries x the chunk's own n keys, causal
     context   n queries x the c keys before it, no mask
 
-whose outputs are merged by their log-sum-exps: w_i = exp(lse_i - max(lse)), out = sum(w_i out_i) / sum(w_i). The two
-outputs are rounded to the type of q before the merge, the result once more. Keys and values are gathered from the
-paged cache first, which costs little beside n large enough to come here.
+whose outputs are merged by their log-sum-exps: w_i = exp(lse_i - max(lse)), out = sum(w_i out_i) / sum(w_i).
+Outputs are rounded to the type of q before the merge; running sums of more than two are float32.
 
-`unsupported_reason` says when the path cannot be taken. The caller knows the rows on the host; it makes its plan
-with `skip_from`, so that the paged kernel leaves them out. Called by `aioengine/layers/ops.py`, eagerly.
+cuDNN prepares a plan of its own for every shape, which takes about a tenth of a second. So only the sizes of
+`SIZES` are ever asked of it, and `warm` does so in idle time: a chunk is cut into such squares, its context into
+such rectangles. What is left of the chunk (less than SIZES[0] queries) belongs to the paged kernel, what is left
+of the context to a small kernel here.
+
+`unsupported_reason` says when the path cannot be taken. Called by `aioengine/layers/ops.py`, eagerly.
 """
 
 from __future__ import annotations
@@ -20,7 +23,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention import attend_keys
 from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+
+SIZES = (2048, 4096, 8192, 16384)
+"""Queries of a square and keys of a rectangle, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,22 @@ class LongRow:
 
     row: int  # of the block table
     first_token: int
-    num_queries: int
+    num_queries: int  # of the row; the first `num_covered` of them are computed here
     num_context: int
+
+    @property
+    def num_covered(self) -> int:
+        """How many queries cuDNN takes: what the plan of the paged kernel must skip."""
+        return sum(_cut(self.num_queries))
+
+
+def _cut(length: int) -> list[int]:
+    """`length` less what remains as a list of SIZES, largest first."""
+    pieces = []
+    for size in reversed(SIZES):
+        pieces += [size] * (length // size)
+        length %= size
+    return pieces
 
 
 def unsupported_reason(
@@ -57,17 +78,19 @@ def unsupported_reason(
     return None
 
 
-def merge_ref(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
-    """Merges outputs [n, H, D] by log-sum-exps [n, H], in float32."""
-    top = torch.maximum(lse_a, lse_b)
-    weight_a, weight_b = (lse_a - top).exp()[..., None], (lse_b - top).exp()[..., None]
-    merged = (out_a.float() * weight_a + out_b.float() * weight_b) / (weight_a + weight_b)
-    return merged.to(out_a.dtype)
+def merge_ref(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges outputs [n, H, D] by log-sum-exps [n, H]: the float32 output and its log-sum-exp."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    merged = out_a.float() * (lse_a - lse).exp()[..., None] + out_b.float() * (lse_b - lse).exp()[..., None]
+    return merged, lse
 
 
 @jit(varying=["num_queries"])
 def _merge_kernel(
     out_ptr,
+    lse_ptr,
     a_ptr,
     b_ptr,
     lse_a_ptr,
@@ -88,7 +111,7 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK (query, head) pairs per program."""
+    """BLOCK (query, head) pairs per program; the merged log-sum-exps are [n, H], contiguous."""
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     query, head = pair // num_heads, pair % num_heads
     dims = tl.arange(0, HEAD_BLOCK)[None, :]
@@ -96,22 +119,21 @@ def _merge_kernel(
     mask = row_mask[:, None] & (dims < HEAD_DIM)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    lse_a = tl.load(
-        lse_a_ptr + query * stride_lse_a_query + head * stride_lse_a_head, mask=row_mask, other=0.0
-    )  # [BLOCK]
-    lse_b = tl.load(
-        lse_b_ptr + query * stride_lse_b_query + head * stride_lse_b_head, mask=row_mask, other=0.0
-    )  # [BLOCK]
+    lse_a_ptrs = lse_a_ptr + query * stride_lse_a_query + head * stride_lse_a_head
+    lse_b_ptrs = lse_b_ptr + query * stride_lse_b_query + head * stride_lse_b_head
+    lse_a = tl.load(lse_a_ptrs, mask=row_mask, other=0.0)  # [BLOCK]
+    lse_b = tl.load(lse_b_ptrs, mask=row_mask, other=0.0)  # [BLOCK]
     a_ptrs = a_ptr + (query * stride_a_query + head * stride_a_head)[:, None] + dims
     b_ptrs = b_ptr + (query * stride_b_query + head * stride_b_head)[:, None] + dims
     a = tl.load(a_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK, HEAD_BLOCK]
     b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK, HEAD_BLOCK]
     top = tl.maximum(lse_a, lse_b)
-    weight_a = tl.exp(lse_a - top)[:, None]
-    weight_b = tl.exp(lse_b - top)[:, None]
-    merged = (a * weight_a + b * weight_b) / (weight_a + weight_b)
+    weight_a, weight_b = tl.exp(lse_a - top), tl.exp(lse_b - top)
+    total = weight_a + weight_b
+    merged = a * (weight_a / total)[:, None] + b * (weight_b / total)[:, None]
     out_ptrs = out_ptr + (query * stride_out_query + head * HEAD_DIM)[:, None] + dims
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=mask)  # [BLOCK, HEAD_BLOCK]
+    tl.store(lse_ptr + pair, top + tl.log(total), mask=row_mask)  # [BLOCK]
 
 
 def merge(
@@ -120,13 +142,15 @@ def merge(
     lse_a: torch.Tensor,
     out_b: torch.Tensor,
     lse_b: torch.Tensor,
-) -> None:
-    """Writes the merge of two outputs [n, H, D] with log-sum-exps [n, H] to rows out [n, H * D]."""
+) -> torch.Tensor:
+    """Writes the merge of outputs [n, H, D] to rows out [n, H * D] in its type; returns its log-sum-exp [n, H]."""
     require_kernels(out.device)
     num_queries, num_heads, head_dim = out_a.shape
+    lse = torch.empty((num_queries, num_heads), dtype=torch.float32, device=out.device)
     block = 32
     _merge_kernel[(triton.cdiv(num_queries * num_heads, block),)](
         out,
+        lse,
         out_a,
         out_b,
         lse_a,
@@ -144,6 +168,121 @@ def merge(
         num_warps=4,
         **launch_options(out.device),
     )
+    return lse
+
+
+def context_attention_ref(
+    q: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unmasked attention of q [n, H, D] over the first keys of `blocks`: output like q, log-sum-exp [n, H]."""
+    kv = gather_ref(kv_cache, blocks)[:, :num_keys].float()
+    head_dim, group = q.shape[2], q.shape[1] // kv.shape[0]
+    keys, values = (part.repeat_interleave(group, 0) for part in (kv[..., :head_dim], kv[..., head_dim:]))
+    scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * scale
+    out = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
+    return out.to(q.dtype), scores.logsumexp(-1).transpose(0, 1)
+
+
+@jit(varying=["num_queries", "num_keys"])
+def _context_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    kv_cache_ptr,
+    blocks_ptr,
+    num_queries,
+    num_keys,
+    scale,
+    stride_q_token,
+    stride_kv_block,
+    stride_kv_head,
+    stride_kv_slot,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (KV head, tile of BLOCK_M queries x heads of the group); all keys are visible to all queries."""
+    head = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = (rows // GROUP).to(tl.int64)
+    q_head = head * GROUP + rows % GROUP
+    dims = tl.arange(0, HEAD_BLOCK)
+    row_mask = rows < num_queries * GROUP
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    q_ptrs = q_ptr + query[:, None] * stride_q_token + (q_head * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_M, HEAD_BLOCK]
+    acc = tl.zeros([BLOCK_M, HEAD_BLOCK], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = attend_keys(
+        acc,
+        row_max,
+        row_sum,
+        q,
+        kv_cache_ptr + head.to(tl.int64) * stride_kv_head,
+        blocks_ptr,
+        tl.zeros_like(rows) + num_keys,
+        0,
+        num_keys,
+        0,
+        scale,
+        0.0,
+        stride_kv_block,
+        stride_kv_slot,
+        HEAD_DIM,
+        HEAD_BLOCK,
+        BLOCK_SIZE,
+        BLOCK_N,
+        False,
+        False,
+        True,
+        2,
+    )
+    num_heads = tl.num_programs(0) * GROUP
+    line = query * num_heads + q_head
+    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)  # [BLOCK_M, HEAD_BLOCK]
+    lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453
+    tl.store(lse_ptr + line, lse, mask=row_mask)  # [BLOCK_M]
+
+
+def context_attention(
+    q: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unmasked attention of q [n, H, D] over the first `num_keys` > 0 keys of `blocks`, straight from the cache."""
+    require_kernels(q.device)
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    out = torch.empty((num_queries, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_queries, num_heads), dtype=torch.float32, device=q.device)
+    group, block_m = num_heads // num_kv_heads, 64
+    _context_kernel[(num_kv_heads, triton.cdiv(num_queries * group, block_m))](
+        out,
+        lse,
+        q,
+        kv_cache,
+        blocks,
+        num_queries,
+        num_keys,
+        scale,
+        q.stride(0),
+        *kv_cache.stride()[:3],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_BLOCK=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=64,
+        num_warps=4,
+        **launch_options(q.device),
+    )
+    return out, lse
 
 
 def gather_ref(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -162,6 +301,39 @@ def _dense(q: torch.Tensor, kv: torch.Tensor, scale: float, is_causal: bool) -> 
     return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0]).transpose(0, 1)
 
 
+def _attend_square(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    first: int,
+    scale: float,
+) -> None:
+    """Writes out [n, H * D]: q [n, H, D] at positions first .. over all of `kv` up to their own."""
+    num_queries, num_heads, head_dim = q.shape
+    pieces, at = [(first, num_queries)], 0  # the square, then the rectangles of its context
+    for size in _cut(first):
+        pieces.append((at, size))
+        at += size
+    num_parts = len(pieces) + (at < first)
+    merged, lse = _dense(q, kv[:, first : first + num_queries], scale, is_causal=True)
+    for index in range(1, num_parts):
+        if index < len(pieces):
+            key, size = pieces[index]
+            part, part_lse = _dense(q, kv[:, key : key + size], scale, is_causal=False)
+        else:
+            rest = blocks[at // kv_cache.shape[2] :]  # SIZES are multiples of every block size
+            part, part_lse = context_attention(q, kv_cache, rest, first - at, scale)
+        target = out
+        if index < num_parts - 1:
+            target = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        lse = merge(target, merged, lse, part, part_lse)
+        merged = target.unflatten(1, (num_heads, head_dim))
+    if num_parts == 1:
+        out.copy_(merged.flatten(1))
+
+
 def long_prefill_attention(
     out: torch.Tensor,
     q: torch.Tensor,
@@ -170,20 +342,34 @@ def long_prefill_attention(
     rows: Sequence[LongRow],
     scale: float,
 ) -> None:
-    """Writes out [T, H * D] at the tokens of `rows`; q like out, kv_cache and block_table as in `attention.py`.
+    """Writes out [T, H * D] at the first `num_covered` queries of each row; the paged kernel owes the others.
 
-    The keys and values of the chunks are in the cache already. `unsupported_reason` was None.
+    q like out; kv_cache and block_table as in `attention.py`; the keys and values of the chunks are in the cache
+    already. `unsupported_reason` was None.
     """
     block_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
     for row in rows:
-        tokens = slice(row.first_token, row.first_token + row.num_queries)
-        queries = q[tokens].unflatten(1, (-1, head_dim))
-        num_keys = row.num_context + row.num_queries
-        num_blocks = -(-num_keys // block_size)
-        kv = gather_ref(kv_cache, block_table[row.row, :num_blocks])
-        square, square_lse = _dense(queries, kv[:, row.num_context : num_keys], scale, is_causal=True)
-        if row.num_context == 0:
-            out[tokens] = square.flatten(1)
-            continue
-        context, context_lse = _dense(queries, kv[:, : row.num_context], scale, is_causal=False)
-        merge(out[tokens], square, square_lse, context, context_lse)
+        num_keys = row.num_context + row.num_covered
+        blocks = block_table[row.row, : -(-num_keys // block_size)]
+        kv = gather_ref(kv_cache, blocks)
+        offset = 0
+        for size in _cut(row.num_queries):
+            tokens = slice(row.first_token + offset, row.first_token + offset + size)
+            queries = q[tokens].unflatten(1, (-1, head_dim))
+            _attend_square(out[tokens], queries, kv, kv_cache, blocks, row.num_context + offset, scale)
+            offset += size
+
+
+def warm(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_queries: int
+) -> None:
+    """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`."""
+    for num_queries in SIZES:
+        if num_queries > max_queries:
+            return
+        q = torch.zeros((num_queries, num_heads, head_dim), dtype=dtype, device=device)
+        for num_keys in SIZES:
+            kv = torch.zeros((num_kv_heads, num_keys, 2 * head_dim), dtype=dtype, device=device)
+            _dense(q, kv, head_dim**-0.5, is_causal=False)
+            if num_keys == num_queries:
+                _dense(q, kv, head_dim**-0.5, is_causal=True)

@@ -59,11 +59,34 @@ def linear_add_ref(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """How one product is cut: outputs per program, inputs per iteration."""
+    """How one product is cut: outputs per program, inputs per iteration, tiles in flight (more than one row)."""
 
     block_n: int
     block_k: int
     num_warps: int
+    num_stages: int = 1
+    prefetch: bool = False
+
+
+@jit
+def _prefetch_rows(w_ptr, first_row, end_row, stride_w_row, num_in, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
+    """Starts moving rows of the weight into L2: 128 threads take a piece of a row each.
+
+    PREFETCH is the bytes of a piece; 0 prefetches nothing. A hint: it needs no answer and no registers.
+    """
+    if PREFETCH > 0:
+        lane = tl.arange(0, 128)
+        pieces: tl.constexpr = 128 // BLOCK_N
+        row = tl.minimum(first_row + lane // pieces, end_row - 1)
+        address = (w_ptr + row.to(tl.int64) * stride_w_row).to(tl.int64) + (lane % pieces) * PREFETCH
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [address, tl.full([128], PREFETCH, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit
@@ -111,6 +134,9 @@ def _one_row_kernel(
     stride_w_row,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -119,7 +145,11 @@ def _one_row_kernel(
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of one row by multiply-and-add; lanes are summed once, at the end."""
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_out = tl.program_id(0) * BLOCK_N
+    _prefetch_rows(w_ptr, first_out, num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
+    if GATED:
+        _prefetch_rows(w_ptr, first_out + num_out, 2 * num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
+    outs = first_out + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
     ks = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + outs.to(tl.int64)[:, None] * stride_w_row + ks[None, :]
@@ -176,6 +206,9 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -183,8 +216,12 @@ def _few_rows_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of all rows on tensor cores; every tile is loaded one iteration ahead of its use."""
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """BLOCK_N outputs of all rows on tensor cores, NUM_STAGES tiles in flight."""
+    first_out = tl.program_id(0) * BLOCK_N
+    _prefetch_rows(w_ptr, first_out, num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
+    if GATED:
+        _prefetch_rows(w_ptr, first_out + num_out, 2 * num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
+    outs = first_out + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
     rows = tl.arange(0, ROWS)
     row_mask = rows < num_rows
@@ -192,35 +229,33 @@ def _few_rows_kernel(
     dtype = x_ptr.dtype.element_ty
     w_ptrs = w_ptr + outs.to(tl.int64)[:, None] * stride_w_row + ks[None, :]
     up_ptrs = w_ptrs + num_out.to(tl.int64) * stride_w_row
-    w_mask = out_mask[:, None] & (ks < num_in)[None, :]
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-    w_up = w
-    if GATED:
-        w_up = tl.load(up_ptrs, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x_row + ks[None, :]
-    x = tl.load(x_ptrs, mask=row_mask[:, None] & (ks < num_in)[None, :], other=0.0)  # [ROWS, BLOCK_K]
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    for first in range(0, num_in, BLOCK_K):
-        ahead = (ks < num_in - first - BLOCK_K)[None, :]
-        next_w = tl.load(w_ptrs + first + BLOCK_K, mask=out_mask[:, None] & ahead, other=0.0)
-        next_w_up = next_w
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    for first in tl.range(0, num_in, BLOCK_K, num_stages=NUM_STAGES):
+        inside = (ks < num_in - first)[None, :]
+        w_mask = out_mask[:, None] if EVEN_K else out_mask[:, None] & inside
+        x_mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & inside
+        w = tl.load(w_ptrs + first, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
         if GATED:
-            next_w_up = tl.load(up_ptrs + first + BLOCK_K, mask=out_mask[:, None] & ahead, other=0.0)
-        next_x = tl.load(x_ptrs + first + BLOCK_K, mask=row_mask[:, None] & ahead, other=0.0)
+            w_up = tl.load(up_ptrs + first, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+        x = tl.load(x_ptrs + first, mask=x_mask, other=0.0)  # [ROWS, BLOCK_K]
         if HAS_NORM:
-            gain = tl.load(norm_ptr + first + ks, mask=ks < num_in - first, other=0.0).to(tl.float32)
+            if EVEN_K:
+                gain = tl.load(norm_ptr + first + ks)  # [BLOCK_K]
+            else:
+                gain = tl.load(norm_ptr + first + ks, mask=ks < num_in - first, other=0.0)  # [BLOCK_K]
             x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, axis=1)
-            x = (x32 * gain[None, :]).to(dtype)
+            squares += x32 * x32
+            x = (x32 * gain.to(tl.float32)[None, :]).to(dtype)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
         if GATED:
             acc_up = tl.dot(x, tl.trans(w_up), acc_up, input_precision="ieee")
-        w, w_up, x = next_w, next_w_up, next_x
-    acc = _finish(acc, acc_up, squares, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU)
+    square = tl.sum(squares, axis=1)
+    acc = _finish(acc, acc_up, square, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU)
     mask = row_mask[:, None] & out_mask[None, :]
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + rows.to(tl.int64)[:, None] * stride_residual_row + outs[None, :]
@@ -233,9 +268,15 @@ def skinny_tile(rows: int, num_out: int, num_in: int, gated: bool) -> SkinnyTile
     """The tile for a product of `rows` rows, None where cuBLAS is faster; measured on an H200."""
     if rows > 16:
         return None
-    if rows == 1:
-        return SkinnyTile(8, 1024, 4)
-    return SkinnyTile(16, 256, 4)
+    if rows > 1:
+        return SkinnyTile(16, 256, 4, 4)
+    if num_out * num_in > 50_000_000:
+        return SkinnyTile(8, 512, 4) if gated else SkinnyTile(16, 256, 4)
+    if gated and num_in <= 2048:
+        return SkinnyTile(4, 512, 2)
+    if num_out <= 2048:
+        return SkinnyTile(4, 2048, 8)
+    return SkinnyTile(8, 512, 4)
 
 
 def _launch_skinny(
@@ -261,16 +302,22 @@ def _launch_skinny(
     if num_rows == 0:
         return y
     pointers = (x, weight, norm_w, bias, residual, y, eps)
+    options = launch_options(x.device)
+    piece = num_in * x.element_size() * tile.block_n // 128  # bytes of the weight per prefetching thread
+    can_prefetch = tile.prefetch and options["PDL"] and tile.num_warps >= 4 and tile.block_n <= 128 and piece % 16 == 0
     meta = {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
+        "NUM_STAGES": tile.num_stages,
+        "EVEN_K": num_in % tile.block_k == 0,
+        "PREFETCH": piece if can_prefetch else 0,
         "HAS_NORM": norm_w is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "GATED": gated,
         "GELU": gelu,
         "num_warps": tile.num_warps,
-    } | launch_options(x.device)
+    } | options
     grid = (triton.cdiv(num_out, tile.block_n),)
     if num_rows == 1:
         _one_row_kernel[grid](*pointers, num_out, num_in, weight.stride(0), **meta)

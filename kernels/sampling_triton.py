@@ -15,21 +15,31 @@ from __future__ import annotations
 
 import torch
 
-from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+from .jit import INTERPRETED, jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
 
 
 @jit
-def _sortable(x, index):
-    """int64 keys that order like (x, lower index first); x float32, NaN above everything."""
-    x = x + 0.0  # one zero instead of two
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+def _sortable(x):
+    """int32 that order like the float32 x, NaN above everything."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: one zero instead of two
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @jit
-def _gumbel(seed, position, first, GROUPS: tl.constexpr):
-    """Noise of the tokens first .. first + 4 GROUPS (first a multiple of 4); see `sampling.py`."""
+def _log2(x, APPROXIMATE: tl.constexpr):
+    """The hardware's logarithm, absolute error about 1e-7 near 1; the interpreter has none."""
+    if APPROXIMATE:
+        return tl.extra.cuda.libdevice.fast_log2f(x)
+    else:
+        return tl.log2(x)
+
+
+@jit
+def _gumbel(seed, position, first, GROUPS: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Noise of the tokens first .. first + 4 GROUPS (first a multiple of 4); see `sampling.py`.
+
+    -log(1 - u) loses its digits to the subtraction where u is small: its series serves there.
+    """
     counter = (first // 4 + tl.arange(0, GROUPS)).to(tl.uint32)
     zero = tl.zeros([GROUPS], tl.uint32)
     r0, r1, r2, r3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
@@ -37,9 +47,9 @@ def _gumbel(seed, position, first, GROUPS: tl.constexpr):
     signed = words.to(tl.int32, bitcast=True)
     folded = tl.where(signed < 0, ~signed, signed)
     u = tl.maximum(folded.to(tl.float32) * 4.6566127342e-10, 2.3283064365386963e-10)
-    # -log(1 - u), whose digits are lost by the subtraction where u is small
-    e = tl.where(u < 0.000244140625, u + 0.5 * u * u, -tl.log(1.0 - u))
-    return -tl.log(e)
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * 0.2))))
+    e = tl.where(u < 0.03125, series, -0.6931471805599453 * _log2(1.0 - u, APPROXIMATE))
+    return -0.6931471805599453 * _log2(e, APPROXIMATE)
 
 
 @jit(varying=["blocks_per_program"])
@@ -56,6 +66,7 @@ def _best_of_chunk_kernel(
     DRAW: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -73,7 +84,9 @@ def _best_of_chunk_kernel(
     if DRAW:
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
-    best = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    # per lane the first index of the greatest key; then over lanes by (key, lower index)
+    best = tl.full([BLOCK], -0x80000000, tl.int32)
+    best_index = start + tl.arange(0, BLOCK)
     for first in range(start, tl.minimum(start + blocks_per_program * BLOCK, vocab_size), BLOCK):
         index = first + tl.arange(0, BLOCK)
         mask = index < vocab_size
@@ -81,10 +94,14 @@ def _best_of_chunk_kernel(
         if HAS_TEMPERATURE:
             x = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
         if DRAW:
-            score = x + _gumbel(seed, position, first, BLOCK // 4)
+            score = x + _gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
             x = tl.where(x >= threshold, score, tl.where(x != x, x, float("-inf")))
-        best = tl.maximum(best, tl.where(mask, _sortable(x, index), -0x7FFFFFFFFFFFFFFF))
-    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
+        key = tl.where(mask, _sortable(x), -0x80000000)
+        is_better = key > best
+        best = tl.where(is_better, key, best)
+        best_index = tl.where(is_better, index, best_index)
+    keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - best_index).to(tl.int64)
+    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
 
 
 @jit(varying=["num_chunks"])
@@ -132,6 +149,7 @@ def _launch_best(
         DRAW=seeds is not None,
         HAS_THRESHOLD=threshold is not None,
         HAS_TEMPERATURE=temperature is not None,
+        APPROXIMATE=not INTERPRETED,
         BLOCK=block,
         num_warps=8,
         **options,
@@ -167,39 +185,55 @@ def draw(
 
 
 @jit
-def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How much lies at or above low + step, low + 2 step, low + 3 step: of the values at or above `floor`."""
-    mass1 = tl.zeros([BLOCK], tl.float32)
+def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """What lies at or above low + step, low + 2 step, low + 3 step: mass and number of the values >= floor."""
+    mass1 = tl.zeros([WIDTH], tl.float32)
     mass2 = mass1
     mass3 = mass1
-    for first in range(0, vocab_size, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [BLOCK]
+    count1 = tl.zeros([WIDTH], tl.int32)
+    count2 = count1
+    count3 = count1
+    for first in range(0, vocab_size, 4 * WIDTH):
+        index = first + tl.arange(0, 4)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [4, WIDTH]
+        above1, above2, above3 = z >= low + step, z >= low + 2 * step, z >= low + 3 * step
         if BY_MASS:
             weight = tl.where(z >= floor, tl.exp(z - z_max), 0.0)
-        else:
-            weight = tl.where(z >= floor, 1.0, 0.0)
-        mass1 += tl.where(z >= low + step, weight, 0.0)
-        mass2 += tl.where(z >= low + 2 * step, weight, 0.0)
-        mass3 += tl.where(z >= low + 3 * step, weight, 0.0)
-    return tl.sum(mass1, axis=0), tl.sum(mass2, axis=0), tl.sum(mass3, axis=0)
+            mass1 += tl.sum(tl.where(above1, weight, 0.0), axis=0)
+            mass2 += tl.sum(tl.where(above2, weight, 0.0), axis=0)
+            mass3 += tl.sum(tl.where(above3, weight, 0.0), axis=0)
+        count1 += tl.sum(above1.to(tl.int32), axis=0)
+        count2 += tl.sum(above2.to(tl.int32), axis=0)
+        count3 += tl.sum(above3.to(tl.int32), axis=0)
+    num1, num2, num3 = tl.sum(count1, axis=0), tl.sum(count2, axis=0), tl.sum(count3, axis=0)
+    if BY_MASS:
+        return tl.sum(mass1, axis=0), tl.sum(mass2, axis=0), tl.sum(mass3, axis=0), num1, num2, num3
+    else:
+        return num1.to(tl.float32), num2.to(tl.float32), num3.to(tl.float32), num1, num2, num3
 
 
 @jit
-def _greatest_with_mass(z_ptr, vocab_size, low, high, floor, z_max, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest v in [low, high] with at least `target` at or above it; there is one: `low`.
+def _separating(
+    z_ptr, vocab_size, low, high, num_low, floor, z_max, target, BY_MASS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A value at or above which lie exactly the tokens that reach `target` when taken from the top, ties together.
 
-    Quarters the interval until no float32 lies between its ends.
+    At least `target` lies at or above `low`, less at or above `high`; `num_low` values are >= low. Quarters the
+    interval until one value is left in it, or no float32 lies between its ends.
     """
+    num_high = 0
     step = (high - low) * 0.25
-    while (low + 2 * step > low) & (low + 2 * step < high):
-        mass1, mass2, mass3 = _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS, BLOCK)
+    while (num_low - num_high > 1) & (low + 2 * step > low) & (low + 2 * step < high):
+        mass1, mass2, mass3, num1, num2, num3 = _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS, WIDTH)
         pivot1, pivot2, pivot3 = low + step, low + 2 * step, low + 3 * step
-        new_low = tl.where(mass3 >= target, pivot3, tl.where(mass2 >= target, pivot2, low))
-        new_low = tl.where((mass2 < target) & (mass1 >= target), pivot1, new_low)
-        high = tl.where(mass1 < target, pivot1, tl.where(mass2 < target, pivot2, high))
-        high = tl.where((mass2 >= target) & (mass3 < target), pivot3, high)
-        low = new_low
+        if mass3 >= target:
+            low, num_low = pivot3, num3
+        elif mass2 >= target:
+            low, num_low, high, num_high = pivot2, num2, pivot3, num3
+        elif mass1 >= target:
+            low, num_low, high, num_high = pivot1, num1, pivot2, num2
+        else:
+            high, num_high = pivot1, num1
         step = (high - low) * 0.25
     return low
 
@@ -213,38 +247,40 @@ def _filter_threshold_kernel(
     threshold_ptr,
     vocab_size,
     stride_z_row,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     z_ptr += row * stride_z_row
-    top_k = tl.load(top_k_ptr + row)
+    top_k = tl.load(top_k_ptr + row).to(tl.int32)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    for first in range(0, vocab_size, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        mask = index < vocab_size
-        z = tl.load(z_ptr + index, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
-        greatest = tl.maximum(greatest, z)
-        least = tl.minimum(least, tl.where(z > float("-inf"), z, float("inf")))
+    greatest = tl.full([WIDTH], float("-inf"), tl.float32)
+    least = tl.full([WIDTH], float("inf"), tl.float32)
+    num_finite = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, vocab_size, 4 * WIDTH):
+        index = first + tl.arange(0, 4)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [4, WIDTH]
+        is_finite = z > float("-inf")
+        greatest = tl.maximum(greatest, tl.max(z, axis=0))
+        least = tl.minimum(least, tl.min(tl.where(is_finite, z, float("inf")), axis=0))
+        num_finite += tl.sum(is_finite.to(tl.int32), axis=0)
     z_max = tl.max(greatest, axis=0)
     z_min = tl.min(least, axis=0)
+    count = tl.sum(num_finite, axis=0)
     beyond = z_max + 1.0 + tl.abs(z_max) * 1e-6  # above every value
     threshold = z_max + tl.log(min_p)
-    if (top_k < vocab_size) & (z_min < z_max):
-        # fewer than k finite values: the k-th is -inf and filters nothing
-        finite, _, _ = _mass_above(z_ptr, vocab_size, z_min, 0.0, z_min, z_max, False, BLOCK)
-        if finite >= top_k:
-            kth = _greatest_with_mass(z_ptr, vocab_size, z_min, beyond, z_min, z_max, top_k, False, BLOCK)
-            threshold = tl.maximum(threshold, kth)
+    if (top_k < count) & (z_min < z_max):  # with fewer finite values, the k-th is -inf and filters nothing
+        wanted = top_k.to(tl.float32)
+        kth = _separating(z_ptr, vocab_size, z_min, beyond, count, z_min, z_max, wanted, False, WIDTH)
+        threshold = tl.maximum(threshold, kth)
     if (top_p < 1.0) & (z_min < z_max):
         low = tl.maximum(threshold, z_min)
-        total, _, _ = _mass_above(z_ptr, vocab_size, low, 0.0, low, z_max, True, BLOCK)
-        nucleus = _greatest_with_mass(z_ptr, vocab_size, low, beyond, low, z_max, total * top_p, True, BLOCK)
+        total, _, _, num_low, _, _ = _mass_above(z_ptr, vocab_size, low, 0.0, low, z_max, True, WIDTH)
+        wanted = total * top_p
+        nucleus = _separating(z_ptr, vocab_size, low, beyond, num_low, low, z_max, wanted, True, WIDTH)
         threshold = tl.maximum(threshold, nucleus)
     tl.store(threshold_ptr + row, threshold)
 
@@ -267,7 +303,7 @@ def filter_threshold(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
         threshold,
         vocab_size,
         z.stride(0),
-        BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
+        WIDTH=min(4096, triton.next_power_of_2(vocab_size)),
         num_warps=32 if vocab_size > 4096 else 4,
         **launch_options(z.device),
     )

@@ -7,8 +7,16 @@ import torch
 
 from aioengine.kernels import attention_prefill
 from aioengine.kernels.attention import paged_attention
-from aioengine.kernels.attention_plan import fill_plan, make_plan
-from aioengine.kernels.attention_prefill import LongRow, long_prefill_attention, merge, merge_ref, unsupported_reason
+from aioengine.kernels.attention_plan import fill_list_ref, fill_plan, make_plan
+from aioengine.kernels.attention_prefill import (
+    LongRow,
+    context_attention,
+    context_attention_ref,
+    long_prefill_attention,
+    merge,
+    merge_ref,
+    unsupported_reason,
+)
 from aioengine.kernels.jit import unavailable_reason
 from tests.kernels.batches import RELATIVE_ERROR, paged_batch, relative_error
 
@@ -31,22 +39,37 @@ def dense_in_torch(q, kv, scale, is_causal):
     return out, scores.logsumexp(-1).transpose(0, 1)
 
 
-def test_long_rows_and_the_plan_that_skips_them_cover_the_batch(dtype, device, monkeypatch):
+def test_squares_rectangles_and_the_paged_rest_cover_the_batch(dtype, device, monkeypatch):
+    monkeypatch.setattr(attention_prefill, "SIZES", (16, 32))
     if unsupported_reason(device, dtype, 32) is not None:
         monkeypatch.setattr(attention_prefill, "_dense", dense_in_torch)
-    lens = [(20, 1), (0, 50), (33, 40), (5, 7)]
+    lens = [(20, 1), (0, 53), (70, 40), (5, 7), (16, 16)]
     batch = paged_batch(
         lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, padding_tokens=3, padding_rows=1
     )
-    plan = make_plan(batch.q.shape[0], 5, 4, 2, 32, device, skip_from=40)
-    fill_plan(plan, batch.query_start_loc, batch.seq_lens)
+    starts = batch.query_start_loc.tolist()
+    rows = [LongRow(r, starts[r], lens[r][1], lens[r][0]) for r in (1, 2, 4)]
+    skip = [0] * 6
+    for row in rows:
+        skip[row.row] = row.num_covered
+    assert skip == [0, 48, 32, 0, 16, 0]
+    skip = torch.tensor(skip, dtype=torch.int32, device=device)
+    plan = make_plan(batch.q.shape[0], 6, 4, 2, 32, device)
+    for work in plan.lists:
+        work.items.fill_(1 << 20)
+    fill_plan(plan, batch.query_start_loc, batch.seq_lens, skip)
+    for work in plan.lists:
+        expected = fill_list_ref(work, batch.query_start_loc, batch.seq_lens, plan.num_tokens, 0, skip)
+        assert torch.equal(work.items, expected)
     out = torch.full_like(batch.q, float("nan"))
     paged_attention(batch.q, batch.kv_cache, batch.block_table, plan, 0.2, out=out)
-    assert bool(torch.isnan(out[1:91]).all()), "the plan leaves long rows alone"
-    rows = [LongRow(1, 1, 50, 0), LongRow(2, 51, 40, 33)]
+    for row in rows:
+        covered = out[row.first_token : row.first_token + row.num_covered]
+        assert bool(torch.isnan(covered).all()), "the paged kernel leaves skipped queries alone"
     long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
-    assert relative_error(out[:98], batch.dense(0.2)[:98]) < RELATIVE_ERROR[dtype]
-    assert bool((out[98:] == 0).all())
+    real = sum(batch.query_lens)
+    assert relative_error(out[:real], batch.dense(0.2)[:real]) < RELATIVE_ERROR[dtype]
+    assert bool((out[real:] == 0).all())
 
 
 def test_merge_equals_the_reference_far_apart_and_close(dtype, device):
@@ -55,8 +78,21 @@ def test_merge_equals_the_reference_far_apart_and_close(dtype, device):
     lse_a = torch.randn(3, 7, device=device).transpose(0, 1) * 30
     lse_b = torch.randn(7, 3, device=device)
     out = torch.full((7, 144), float("nan"), dtype=dtype, device=device)
-    merge(out, a, lse_a, b, lse_b)
-    assert relative_error(out, merge_ref(a, lse_a, b, lse_b).flatten(1)) < RELATIVE_ERROR[dtype]
+    lse = merge(out, a, lse_a, b, lse_b)
+    expected, expected_lse = merge_ref(a, lse_a, b, lse_b)
+    assert relative_error(out, expected.flatten(1)) < RELATIVE_ERROR[dtype]
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_keys", [1, 64, 75])
+def test_context_attention_sees_every_key(num_keys, dtype, device):
+    batch = paged_batch([(90, 33)], num_heads=6, num_kv_heads=2, head_dim=48, dtype=dtype, device=device)
+    q = batch.q.unflatten(1, (6, 48))
+    out, lse = context_attention(q, batch.kv_cache, batch.block_table[0], num_keys, 0.2)
+    used = batch.block_table[0, : -(-num_keys // 16)]
+    expected, expected_lse = context_attention_ref(q, batch.kv_cache, used, num_keys, 0.2)
+    assert relative_error(out, expected) < RELATIVE_ERROR[dtype]
+    assert torch.allclose(lse, expected_lse, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 @pytest.mark.parametrize(
