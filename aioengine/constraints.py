@@ -34,6 +34,8 @@ class _RowConstraints:
     bias_values: NDArray[np.float32]
     word_ends: IntArray
     """Last token of each bad word."""
+    word_beginnings: NDArray[np.int32]
+    """[words, L]: the other tokens, newest last, filled up on the left; L is the width of the recent output."""
     allowed_line: int = -1
     recent_line: int = -1
 
@@ -60,6 +62,7 @@ class Constraints:
             np.fromiter(bias.keys(), np.int64, len(bias)),
             np.fromiter(bias.values(), np.float32, len(bias)),
             np.array([word[-1] for word in plan.bad_words], np.int64),
+            np.empty((len(plan.bad_words), 0), np.int32),
         )
         if plan.allowed_ids is not None:
             state.allowed_line = self._forbidden.take()
@@ -121,10 +124,10 @@ class Constraints:
 
     def _apply_bad_words(self, x: Tensor, at: IntArray, states: list[_RowConstraints]) -> None:
         width = self._recent.data.shape[1]
-        words = [word for state in states for word in state.plan.bad_words]
-        beginnings = np.full((len(words), width), _ANY_TOKEN, np.int32)
-        for line, word in zip(beginnings, words, strict=True):
-            line[width - len(word) + 1 :] = word[:-1]
+        for state in states:
+            if state.word_beginnings.shape[1] != width:
+                state.word_beginnings = _beginnings(state.plan.bad_words, width)
+        beginnings = np.concatenate([state.word_beginnings for state in states])
         num_words = [len(state.plan.bad_words) for state in states]
         recent_lines = np.repeat([state.recent_line for state in states], num_words)
         ops.mask_bad_words_ref(
@@ -155,3 +158,10 @@ class Constraints:
 
     def _to_device(self, values: IntArray | Sequence[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int64)).to(self._device, non_blocking=True)
+
+
+def _beginnings(words: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
+    lines = np.full((len(words), width), _ANY_TOKEN, np.int32)
+    for line, word in zip(lines, words, strict=True):
+        line[width - len(word) + 1 :] = word[:-1]
+    return lines

@@ -356,6 +356,17 @@ def test_rows_that_come_and_go_leave_nothing_behind(make: MakeSampler) -> None:
         assert sample_one(sampler, fresh, logits) == oracle.choose(fresh, logits) == 19, round_
 
 
+def test_longer_bad_words_of_another_row_do_not_disturb_those_before(make: MakeSampler) -> None:
+    sampler, logits = make(9), torch.tensor([[0.0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    short = oracle.Row(temperature=0, bad_words=[[8, 8], [7, 7]])
+    long = oracle.Row(temperature=0, bad_words=[[1, 2, 3, 8], [4, 8, 8]], output=[1, 4, 8])
+    sampler.join(0, plan_of(short, 9), [], [])
+    assert sampler.sample(logits, [0], [0]).token_ids.tolist() == [8]
+    sampler.join(1, plan_of(long, 9), [], long.output)
+    assert sampler.sample(logits.expand(2, -1), [1, 0], [3, 1]).token_ids.tolist() == [7, 7]
+    assert sampler.sample(logits.expand(2, -1), [0, 1], [2, 4]).token_ids.tolist() == [8, 8]
+
+
 def test_plan_of_another_vocabulary_is_refused(make: MakeSampler) -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         make(10).join(0, plan_for(11), [], [])
