@@ -8,15 +8,13 @@ forks nothing, and leaves no thread, task, descriptor or memory behind when clos
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig, ResolvedConfig
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, QueueFull
@@ -26,7 +24,7 @@ from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
 from aioengine.outputs import RequestStream
-from aioengine.startup import Parts, load_parts
+from aioengine.startup import Loading, Parts, run_in_thread
 from aioengine.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 120.0
 """Without a completed step for this long while there is work, the engine calls itself stalled."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +69,8 @@ class AsyncEngine:
         self._state = "new"
         self._parts: Parts | None = None
         self._failure: BaseException | None = None
+        self._loading = Loading()
+        self._closing: asyncio.Task[None] | None = None
         self._steps_task: asyncio.Task[None] | None = None
         self._log_task: asyncio.Task[None] | None = None
 
@@ -90,17 +88,20 @@ class AsyncEngine:
 
         Raises:
             InvalidConfig, ModelNotFound, ModelLoadError: nothing is left behind.
-            EngineClosed: the engine was started before.
+            EngineClosed: the engine was started before, or closed meanwhile.
+
+        When cancelled it returns at once; the loading thread gives up at its next stage or tensor.
         """
         if self._state != "new":
             raise EngineClosed(f"the engine cannot be started: it is {self._state}")
         self._state = "starting"
         try:
-            self._parts = await _run_in_thread(lambda: load_parts(self.config, self._on_stage))
+            parts = await self._loading.run(self.config, self._on_stage)
         except BaseException:
             self._state = "closed"
             raise
-        self._assemble(self._parts)
+        self._parts = parts
+        self._assemble(parts)
         self._state = "ready"
         self._steps_task = asyncio.create_task(self._run_steps(), name="aioengine-steps")
         if self.config.runtime.log_stats_interval_s > 0:
@@ -155,6 +156,8 @@ class AsyncEngine:
         Returns:
             Whether everything ended by itself.
         """
+        if self._parts is None:
+            return True
         if self._state == "ready":
             self._state = "draining"
         try:
@@ -167,22 +170,29 @@ class AsyncEngine:
         return True
 
     async def close(self) -> None:
-        """Ends everything: live requests, tasks, threads; gives memory back. May be called again."""
-        if self._state in ("new", "starting", "closed"):
-            self._state = "closed"
-            return
-        self._state = "closed"
+        """Ends everything: live requests, tasks, threads; gives memory back.
+
+        May be called again, also while it runs: every call returns when all is over.
+        """
+        if self._closing is None:
+            self._loading.abandon()
+            was_started, self._state = self._parts is not None, "closed"
+            if not was_started:
+                return
+            self._closing = asyncio.create_task(self._close(), name="aioengine-close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._live.fail_all(EngineClosed("the engine was closed"))
         self._lag.close()
         if self._log_task is not None:
             self._log_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._log_task
+            await asyncio.wait((self._log_task,))
         self._steps.stop()
         if self._steps_task is not None:
             await asyncio.wait((self._steps_task,))
         await self._loaded.runner.close()
-        await _run_in_thread(self._intake.close)
+        await run_in_thread(self._intake.close)
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -224,10 +234,9 @@ class AsyncEngine:
             chat_template_kwargs=chat_template_kwargs,
         )
         try:
-            if priority and self.config.scheduler.scheduling_policy != "priority":
-                raise InvalidRequest(
-                    "priority needs an engine started with --scheduling-policy priority", param="priority"
-                )
+            self._check_options(request_id, priority, cache_salt)
+            if params is not None and not isinstance(params, SamplingParams):
+                raise InvalidRequest(f"params must be SamplingParams, got {type(params).__name__}", param="params")
             prepared = await self._intake.prepare(prompt, params or self.sampling_params(), chat)
             self._check_accepting()  # the engine may have been closed while the prompt was tokenized
             self._check_queue(len(prepared.plans))
@@ -262,7 +271,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> int:
         """Aborts every live request with this label; returns how many there were."""
-        return self._live.abort_label(request_id)
+        return self._live.abort_label(request_id) if self._parts is not None else 0
 
     async def render(self, prompt: Prompt, **options: Any) -> list[int]:
         """The token ids that `submit()` would compute; takes its chat options.
@@ -314,6 +323,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """Queues, cache and counters at this moment."""
+        self._check_started()
         scheduler, metrics = self._scheduler, self._metrics
         num_usable = scheduler.num_blocks - 1
         return EngineStats(
@@ -334,21 +344,36 @@ class AsyncEngine:
 
     def metrics_text(self) -> bytes:
         """All metrics in the Prometheus text format."""
+        self._check_started()
         return self._metrics.text()
 
     # ---- inside -----------------------------------------------------------------------------------------
 
     @property
     def _loaded(self) -> Parts:
+        self._check_started()
+        assert self._parts is not None
+        return self._parts
+
+    def _check_started(self) -> None:
         if self._parts is None:
             raise EngineClosed("the engine is not started; use `async with` or await start()")
-        return self._parts
 
     def _check_accepting(self) -> None:
         if self._state == "dead":
             raise EngineDead(f"the engine has failed: {self._failure}")
         if self._state != "ready":
             raise EngineClosed(f"the engine takes no requests: it is {self._state}")
+
+    def _check_options(self, request_id: str | None, priority: int, cache_salt: str | None) -> None:
+        """What else comes with a prompt; typed, but callers over the wire may pass anything."""
+        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequest(f"{name} must be text, got {text!r}", param=name)
+        if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**31) <= priority < 2**31:
+            raise InvalidRequest(f"priority must be an integer of 32 bits, got {priority!r}", param="priority")
+        if priority and self.config.scheduler.scheduling_policy != "priority":
+            raise InvalidRequest("priority needs an engine started with --scheduling-policy priority", param="priority")
 
     def _check_queue(self, num_new: int) -> None:
         limit, num_waiting = self.config.scheduler.max_waiting_requests, self._scheduler.num_waiting
@@ -387,34 +412,3 @@ class AsyncEngine:
                     f"{100 * hits / queries:.0f} %" if queries else "none looked up",
                 )
             before = now
-
-
-async def _run_in_thread(work: Callable[[], T]) -> T:
-    """Runs blocking work in a thread of its own, so that none stays behind in the loop's default pool."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    thread = threading.Thread(target=run, name="aioengine-start", daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        if future.done() and not future.cancelled():
-            thread.join()

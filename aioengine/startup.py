@@ -1,24 +1,27 @@
 """From a configuration to loaded parts: files, tokenizer, weights, KV pool, scheduler.
 
 Runs in a thread, because reading and packing weights would block the loop for seconds. Every stage is timed;
-the breakdown is printed at start and shown by `aioengine info`. Called by `engine.py` only.
+the breakdown is printed at start and shown by `aioengine info`. Called by `engine.py` only, through `Loading`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from aioengine.chat import compile_template
 from aioengine.checkpoint import Checkpoint, ModelSpec, open_checkpoint
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
-from aioengine.errors import InvalidConfig, ModelLoadError
+from aioengine.errors import EngineClosed, InvalidConfig, ModelLoadError
 from aioengine.model_source import resolve_model
 from aioengine.tokenizer import Tokenizer, load_tokenizer
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from aioengine.runner import Runner
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -64,16 +69,98 @@ class Parts:
     timings: Timings
 
 
-def load_parts(config: EngineConfig, on_stage: Callable[[str], None] = lambda _: None) -> Parts:
-    """Loads everything; blocking.
+class Loading:
+    """The thread of a start, which can be given up while it works.
+
+    What it loaded belongs to `run()`, or, if it was abandoned before that, to the thread, which closes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._parts: Parts | None = None
+
+    def abandon(self) -> None:
+        """Makes the thread stop at its next stage or tensor."""
+        with self._lock:
+            self._is_abandoned = True
+
+    async def run(self, config: EngineConfig, on_stage: Callable[[str], None]) -> Parts:
+        """Loads in a thread; when cancelled it returns at once and the thread ends by itself.
+
+        Raises:
+            EngineClosed: it was abandoned.
+        """
+        try:
+            await run_in_thread(lambda: self._load(config, on_stage))
+            self._check()
+        except BaseException:
+            self.abandon()
+            if self._parts is not None:
+                await self._parts.runner.close()
+            raise
+        assert self._parts is not None
+        return self._parts
+
+    def _load(self, config: EngineConfig, on_stage: Callable[[str], None]) -> None:
+        parts = load_parts(config, on_stage, self._check)
+        with self._lock:
+            if not self._is_abandoned:
+                self._parts = parts
+                return
+        asyncio.run(parts.runner.close())
+        self._check()
+
+    def _check(self) -> None:
+        if self._is_abandoned:
+            raise EngineClosed("the engine was closed while it started")
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """Runs blocking work in a thread of its own, so that none stays behind in the loop's default pool."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    thread = threading.Thread(target=run, name="aioengine-start", daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        if future.done() and not future.cancelled():
+            thread.join()
+
+
+def load_parts(
+    config: EngineConfig, on_stage: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> Parts:
+    """Loads everything; blocking. `check` is called often and raises to give up.
 
     Raises:
         InvalidConfig, ModelNotFound, ModelLoadError: with a sentence that says what to do.
     """
     timings = Timings()
+    check()
     on_stage("locating the model")
     with timings.stage("locate"):
         files = resolve_model(config.model)
+    check()
     on_stage("reading the checkpoint")
     with timings.stage("open"):
         checkpoint = open_checkpoint(files, config.model)
@@ -93,11 +180,12 @@ def load_parts(config: EngineConfig, on_stage: Callable[[str], None] = lambda _:
     from aioengine.device import create_device  # these need torch, whose import is timed on its own
     from aioengine.loader import load_model, make_runner
 
+    check()
     on_stage("loading the weights")
     device = create_device(resolved)
     try:
         resolved = fit_context(config, resolved, checkpoint.config, device.available_bytes())
-        loaded = load_model(checkpoint, resolved, device)
+        loaded = load_model(checkpoint, resolved, device, lambda _done, _total: check())
         timings.stages.update(loaded.timings_s)
         with timings.stage("pool and warm-up"):
             runner = make_runner(loaded, resolved, config.cache, device)
