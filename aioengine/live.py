@@ -133,20 +133,23 @@ class LiveRequests:
         if result.prompt_logprobs:
             self._book_prompt_logprobs(plan, result)
         rows = _rows_by_request(plan, result) if result.logprobs else None
-        failed = {plan.requests[row]: why for row, why in (result.failures or {}).items()}
-        for request in self._scheduler.update(plan, result.token_ids):
+        changed = self._scheduler.update(plan, result.token_ids)
+        for row, why in (result.failures or {}).items():  # a row may fail before it samples anything
+            failed: LiveChoice = plan.requests[row].stream
+            if failed.is_open:
+                self._fail_choice(failed, EngineError(why))
+        for request in changed:
             choice: LiveChoice = request.stream
             if not choice.is_open:
-                continue
-            if request in failed:
-                self._fail_choice(choice, EngineError(failed[request]))
                 continue
             output = choice.output
             new_ids = request.output_ids_from(output.num_tokens)
             if new_ids:
                 self._book_times(choice, len(new_ids), now_s)
             reason = request.finish_reason
-            stop_text = output.push(new_ids, reason, request.stop_token_id, rows.get(request) if rows else None)
+            # `request.stop_token_id` is None for the model's own end tokens; a closing token is the last one.
+            stop_id = new_ids[-1] if reason == "stop" else None
+            stop_text = output.push(new_ids, reason, stop_id, rows.get(request) if rows else None)
             if stop_text is not None:
                 if reason is None:
                     self._scheduler.finish(request, "stop")
