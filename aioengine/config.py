@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import os
 import types
 import typing
@@ -239,6 +240,12 @@ def cache_home() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioengine"
+
+
+def hash_root_seed() -> bytes | None:
+    """Root of the block hashes from PYTHONHASHSEED, so that processes agree on them; None if it is not set."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return None if seed in ("", "random") else hashlib.sha256(b"aioengine " + seed.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from aioengine.config import EngineConfig, ResolvedConfig
+from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import ChatOptions, Intake
@@ -109,6 +109,11 @@ class AsyncEngine:
 
     def _assemble(self, parts: Parts) -> None:
         resolved, config = parts.resolved, self.config
+        if config.cache.prefix_caching_hash_algo != "sha256" and hash_root_seed() is None:
+            logger.info(
+                "block hashes have a random root: other processes cannot share this prefix cache; "
+                "PYTHONHASHSEED or --prefix-caching-hash-algo sha256 would let them"
+            )
         max_in_flight = 2 if resolved.async_scheduling else 1
         seeds = random.Random(config.model.seed)
         self._scheduler = Scheduler(
@@ -123,6 +128,7 @@ class AsyncEngine:
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             max_in_flight=max_in_flight,
+            root_seed=hash_root_seed(),
         )
         self._intake = Intake(
             parts.tokenizer,

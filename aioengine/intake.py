@@ -133,6 +133,8 @@ class Intake:
         return await self._off_loop(_rough_size(messages) + (4000 if chat.tools else 0), run)
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
+        if len(prompt) > self._max_model_len:  # before anybody looks at every id
+            raise self._too_long(len(prompt))
         token_ids = list(prompt)
         for position, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool):
@@ -149,12 +151,7 @@ class Intake:
         room = self._max_model_len - num_prompt_tokens
         wanted = params.max_tokens
         if room < 0 or (room == 0 and wanted != 0):
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for output: "
-                f"prompt and output together may have max_model_len={self._max_model_len}; "
-                "shorten the prompt or raise --max-model-len",
-                param="prompt",
-            )
+            raise self._too_long(num_prompt_tokens)
         if wanted is None:
             return room
         if wanted > room:
@@ -164,6 +161,14 @@ class Intake:
                 param="max_tokens",
             )
         return wanted
+
+    def _too_long(self, num_prompt_tokens: int) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for output: "
+            f"prompt and output together may have max_model_len={self._max_model_len}; "
+            "shorten the prompt or raise --max-model-len",
+            param="prompt",
+        )
 
     async def _compile(self, params: SamplingParams) -> tuple[SamplingPlan, ...]:
         fallback_seed = self._next_seed()

@@ -8,6 +8,8 @@ counts. Everything here runs on the event loop's thread. Called by `engine.py`; 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from aioengine.outputs import RowLogprobs
     from aioengine.runner import StepResult
     from aioengine.tokenizer import Tokenizer
+
+
+logger = logging.getLogger(__name__)
+
+PREEMPTION_WARNING_S = 10.0
+"""Least time between two warnings about preemptions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +80,8 @@ class LiveRequests:
         self._eos_token_ids = tuple(eos_token_ids)
         self._live: dict[RequestStream, LiveRequest] = {}
         self._num_added = 0
+        self._num_preemptions = 0
+        self._warned_s = -math.inf
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -135,11 +145,11 @@ class LiveRequests:
         rows = _rows_by_request(plan, result) if result.logprobs else None
         changed = self._scheduler.update(plan, result.token_ids)
         for row, why in (result.failures or {}).items():  # a row may fail before it samples anything
-            failed: LiveChoice = plan.requests[row].stream
+            failed = _choice_of(plan.requests[row])
             if failed.is_open:
                 self._fail_choice(failed, EngineError(why))
         for request in changed:
-            choice: LiveChoice = request.stream
+            choice = _choice_of(request)
             if not choice.is_open:
                 continue
             output = choice.output
@@ -156,6 +166,8 @@ class LiveRequests:
                 reason = "stop"
             if reason is not None:
                 self._end_choice(choice, reason, now_s)
+        if self._scheduler.num_preemptions_total != self._num_preemptions:
+            self._warn_of_preemptions(now_s)
 
     def abort_label(self, label: str) -> int:
         """Aborts every live request with this label; returns how many there were."""
@@ -205,6 +217,19 @@ class LiveRequests:
             if not self._live:
                 self._empty.set()
 
+    def _warn_of_preemptions(self, now_s: float) -> None:
+        """Says what to do about preemptions (checklist C20), at most every ten seconds."""
+        if now_s - self._warned_s < PREEMPTION_WARNING_S:
+            return
+        total = self._scheduler.num_preemptions_total
+        logger.warning(
+            "the KV pool is full: %d requests were preempted and will be recomputed (%d in all); "
+            "a larger --kv-cache-memory-bytes or a smaller --max-num-seqs avoids that",
+            total - self._num_preemptions,
+            total,
+        )
+        self._num_preemptions, self._warned_s = total, now_s
+
     def _book_times(self, choice: LiveChoice, num_new: int, now_s: float) -> None:
         metrics = self._metrics
         metrics.generation_tokens += num_new
@@ -221,9 +246,16 @@ class LiveRequests:
     def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for position, rows in (result.prompt_logprobs or {}).items():
             request = plan.requests[position]
-            if request.stream.is_open:
+            choice = _choice_of(request)
+            if choice.is_open:
                 # Row i of the chunk predicts the prompt token after it.
-                request.stream.output.push_prompt_logprobs(plan.num_computed(position) + 1, rows)
+                choice.output.push_prompt_logprobs(plan.num_computed(position) + 1, rows)
+
+
+def _choice_of(request: Request) -> LiveChoice:
+    choice = request.stream
+    assert isinstance(choice, LiveChoice)
+    return choice
 
 
 def _rows_by_request(plan: StepPlan, result: StepResult) -> dict[Request, list[RowLogprobs]]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import uvloop
 
-from aioengine import AsyncEngine
 from aioengine.bench.report import peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
 from aioengine.config import GROUPS
+from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidConfig
 
 

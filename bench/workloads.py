@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aioengine import AsyncEngine, SamplingParams
+from aioengine import SamplingParams
+from aioengine.engine import AsyncEngine
 
 FIRST_PLAIN_ID = 100
 """Smaller ids are often special tokens."""

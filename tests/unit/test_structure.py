@@ -16,7 +16,7 @@ from aioengine.cli.flags import flag_name, flag_table
 from aioengine.config import GROUPS, ServerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC_FACE = {"aioengine", "aioengine.config", "aioengine.errors", "aioengine.types"}
+PUBLIC_FACE = {"aioengine", "aioengine.engine", "aioengine.config", "aioengine.errors", "aioengine.types"}
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "base"}
 
 # Folder -> prefixes of our own modules that it may import.
