@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -271,7 +272,11 @@ async def test_closing_leaves_no_thread_of_the_system_behind(checkpoint: Family,
     before = {thread.id for thread in psutil.Process().threads()}
     during = await run_and_close()
     assert len(during) > len(before)
-    assert {thread.id for thread in psutil.Process().threads()} == before
+    for _ in range(10_000):  # the system lists a joined thread until it has quite left, in `before` too
+        if {thread.id for thread in psutil.Process().threads()} <= before:
+            return
+        os.sched_yield()
+    pytest.fail("a thread stayed behind")
 
 
 @pytest.mark.parametrize("end", ["close", "close after a failure", "let go"])
