@@ -268,7 +268,8 @@ async def test_closing_leaves_no_thread_of_the_system_behind(checkpoint: Family,
         await runner.close()
         return during
 
-    await run_and_close()  # what torch and numpy start on first use stays
+    for _ in range(3):  # what torch and numpy start on first use stays; torch's team may come with a later one
+        await run_and_close()
     before = {thread.id for thread in psutil.Process().threads()}
     during = await run_and_close()
     assert len(during) > len(before)
