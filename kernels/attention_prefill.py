@@ -175,7 +175,7 @@ def context_attention_ref(
     q: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unmasked attention of q [n, H, D] over the first keys of `blocks`: output like q, log-sum-exp [n, H]."""
-    kv = gather_ref(kv_cache, blocks)[:, :num_keys].float()
+    kv = gather_ref(kv_cache, blocks)[:num_keys].transpose(0, 1).float()
     head_dim, group = q.shape[2], q.shape[1] // kv.shape[0]
     keys, values = (part.repeat_interleave(group, 0) for part in (kv[..., :head_dim], kv[..., head_dim:]))
     scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * scale
@@ -286,15 +286,18 @@ def context_attention(
 
 
 def gather_ref(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The tokens of `blocks` in order, [KH, len(blocks) * block_size, 2 D]."""
-    return kv_cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+    """The tokens of `blocks` in order, [len(blocks) * block_size, KH, 2 D]."""
+    return kv_cache.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
 
 
 def _dense(q: torch.Tensor, kv: torch.Tensor, scale: float, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """cuDNN attention of q [n, H, D] over kv [KH, keys, 2D]: output [n, H, D] and log-sum-exp [n, H]."""
+    """cuDNN attention of q [n, H, D] over kv [keys, KH, 2D]: output [n, H, D] and log-sum-exp [n, H].
+
+    Token-major, so that strides depend on the model only: cuDNN's plans are kept by shape and stride.
+    """
     head_dim = q.shape[2]
-    queries = q.transpose(0, 1)[None]
-    keys, values = kv[None, ..., :head_dim], kv[None, ..., head_dim:]
+    queries, pairs = q.transpose(0, 1)[None], kv.transpose(0, 1)[None]
+    keys, values = pairs[..., :head_dim], pairs[..., head_dim:]
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, is_causal, False, scale=scale
     )[:2]
@@ -317,11 +320,11 @@ def _attend_square(
         pieces.append((at, size))
         at += size
     num_parts = len(pieces) + (at < first)
-    merged, lse = _dense(q, kv[:, first : first + num_queries], scale, is_causal=True)
+    merged, lse = _dense(q, kv[first : first + num_queries], scale, is_causal=True)
     for index in range(1, num_parts):
         if index < len(pieces):
             key, size = pieces[index]
-            part, part_lse = _dense(q, kv[:, key : key + size], scale, is_causal=False)
+            part, part_lse = _dense(q, kv[key : key + size], scale, is_causal=False)
         else:
             rest = blocks[at // kv_cache.shape[2] :]  # SIZES are multiples of every block size
             part, part_lse = context_attention(q, kv_cache, rest, first - at, scale)
@@ -369,7 +372,7 @@ def warm(
             return
         q = torch.zeros((num_queries, num_heads, head_dim), dtype=dtype, device=device)
         for num_keys in SIZES:
-            kv = torch.zeros((num_kv_heads, num_keys, 2 * head_dim), dtype=dtype, device=device)
+            kv = torch.zeros((num_keys, num_kv_heads, 2 * head_dim), dtype=dtype, device=device)
             _dense(q, kv, head_dim**-0.5, is_causal=False)
             if num_keys == num_queries:
                 _dense(q, kv, head_dim**-0.5, is_causal=True)

@@ -5,7 +5,7 @@
     norm_gated_linear y = act(n Wg^T) * (n Wu^T), n = rmsnorm(h; g), weight = [Wg | Wu] stacked
     linear_add        y = residual + x W^T
 
-x, h [m, K] with m <= 64, weight [N, K] row-major, y [m, N] (gated: N / 2). At a few rows the time is that
+x, h [m, K] with m <= 8, weight [N, K] row-major, y [m, N] (gated: N / 2). At a few rows the time is that
 of reading the weight once; cuBLAS is within a tenth of that for large weights, but small ones are over before
 its kernels are under way. Here each program reads its rows of the weight before it waits for the kernel that
 computes x (weights never change), and the norm's factor is applied to the finished sum, so that nothing is
@@ -13,9 +13,8 @@ read twice:
 
     y_n = rsqrt(mean(h^2) + eps) * sum_k h_k g_k W_nk
 
-Sums in float32; with more than one row h_k g_k is rounded to the type of x before the product; y is rounded
-once, at the store. `skinny_tile` knows, by shape, where this beats cuBLAS. Called by
-`aioengine/layers/ops.py`.
+Multiply-and-add in float32, without tensor cores; y is rounded once, at the store. A row's result does not depend
+on the others. `skinny_tile` knows, by shape, where this beats cuBLAS. Called by `aioengine/layers/ops_cuda.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .activation import gelu_tanh_mul_ref, silu_mul_ref
 from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
 from .norm import rms_norm_ref
 
-MAX_ROWS = 64
+MAX_ROWS = 8
 
 
 def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,34 +58,11 @@ def linear_add_ref(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """How one product is cut: outputs per program, inputs per iteration, tiles in flight (more than one row)."""
+    """How one product is cut: outputs per program; inputs per iteration, for several rows all of them."""
 
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1
-    prefetch: bool = False
-
-
-@jit
-def _prefetch_rows(w_ptr, first_row, end_row, stride_w_row, num_in, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr):
-    """Starts moving rows of the weight into L2: 128 threads take a piece of a row each.
-
-    PREFETCH is the bytes of a piece; 0 prefetches nothing. A hint: it needs no answer and no registers.
-    """
-    if PREFETCH > 0:
-        lane = tl.arange(0, 128)
-        pieces: tl.constexpr = 128 // BLOCK_N
-        row = tl.minimum(first_row + lane // pieces, end_row - 1)
-        address = (w_ptr + row.to(tl.int64) * stride_w_row).to(tl.int64) + (lane % pieces) * PREFETCH
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [address, tl.full([128], PREFETCH, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @jit
@@ -134,9 +110,6 @@ def _one_row_kernel(
     stride_w_row,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -145,11 +118,7 @@ def _one_row_kernel(
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of one row by multiply-and-add; lanes are summed once, at the end."""
-    first_out = tl.program_id(0) * BLOCK_N
-    _prefetch_rows(w_ptr, first_out, num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
-    if GATED:
-        _prefetch_rows(w_ptr, first_out + num_out, 2 * num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
-    outs = first_out + tl.arange(0, BLOCK_N)
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
     ks = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + outs.to(tl.int64)[:, None] * stride_w_row + ks[None, :]
@@ -206,9 +175,6 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -216,67 +182,50 @@ def _few_rows_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of all rows on tensor cores, NUM_STAGES tiles in flight."""
-    first_out = tl.program_id(0) * BLOCK_N
-    _prefetch_rows(w_ptr, first_out, num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
-    if GATED:
-        _prefetch_rows(w_ptr, first_out + num_out, 2 * num_out, stride_w_row, num_in, BLOCK_N, PREFETCH)
-    outs = first_out + tl.arange(0, BLOCK_N)
+    """BLOCK_N outputs of up to ROWS rows: all inputs of the weight's rows stay in registers, row after row."""
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
-    rows = tl.arange(0, ROWS)
-    row_mask = rows < num_rows
     ks = tl.arange(0, BLOCK_K)
-    dtype = x_ptr.dtype.element_ty
+    k_mask = ks < num_in
     w_ptrs = w_ptr + outs.to(tl.int64)[:, None] * stride_w_row + ks[None, :]
-    up_ptrs = w_ptrs + num_out.to(tl.int64) * stride_w_row
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x_row + ks[None, :]
-    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    w_mask = out_mask[:, None] & k_mask[None, :]
+    w = tl.load(w_ptrs, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+    if GATED:
+        up_ptrs = w_ptrs + num_out.to(tl.int64) * stride_w_row
+        w_up = tl.load(up_ptrs, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+    if HAS_NORM:
+        gain = tl.load(norm_ptr + ks, mask=k_mask, other=0.0).to(tl.float32)  # [BLOCK_K]
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    for first in tl.range(0, num_in, BLOCK_K, num_stages=NUM_STAGES):
-        inside = (ks < num_in - first)[None, :]
-        w_mask = out_mask[:, None] if EVEN_K else out_mask[:, None] & inside
-        x_mask = row_mask[:, None] if EVEN_K else row_mask[:, None] & inside
-        w = tl.load(w_ptrs + first, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-        if GATED:
-            w_up = tl.load(up_ptrs + first, mask=w_mask, other=0.0)  # [BLOCK_N, BLOCK_K]
-        x = tl.load(x_ptrs + first, mask=x_mask, other=0.0)  # [ROWS, BLOCK_K]
+    for row in tl.static_range(ROWS):
+        source = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
+        x = tl.load(x_ptr + source * stride_x_row + ks, mask=k_mask, other=0.0).to(tl.float32)  # [BLOCK_K]
+        square = tl.sum(x * x, axis=0, keep_dims=True) if HAS_NORM else tl.zeros([1], tl.float32)
         if HAS_NORM:
-            if EVEN_K:
-                gain = tl.load(norm_ptr + first + ks)  # [BLOCK_K]
-            else:
-                gain = tl.load(norm_ptr + first + ks, mask=ks < num_in - first, other=0.0)  # [BLOCK_K]
-            x32 = x.to(tl.float32)
-            squares += x32 * x32
-            x = (x32 * gain.to(tl.float32)[None, :]).to(dtype)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        if GATED:
-            acc_up = tl.dot(x, tl.trans(w_up), acc_up, input_precision="ieee")
-    square = tl.sum(squares, axis=1)
-    acc = _finish(acc, acc_up, square, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU)
-    mask = row_mask[:, None] & out_mask[None, :]
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + rows.to(tl.int64)[:, None] * stride_residual_row + outs[None, :]
-        acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK_N]
-    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * num_out + outs[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)  # [ROWS, BLOCK_N]
+            x *= gain
+        acc = tl.sum(w.to(tl.float32) * x[None, :], axis=1)[None, :]
+        acc_up = tl.sum(w_up.to(tl.float32) * x[None, :], axis=1)[None, :] if GATED else acc
+        acc = _finish(acc, acc_up, square, bias_ptr, outs, out_mask, num_in, eps, HAS_NORM, HAS_BIAS, GATED, GELU)
+        mask = (outs < tl.where(row < num_rows, num_out, 0))[None, :]
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + row * stride_residual_row + outs[None, :]
+            acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)  # [1, BLOCK_N]
+        tl.store(y_ptr + row * num_out + outs[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)  # [1, BLOCK_N]
 
 
 def skinny_tile(rows: int, num_out: int, num_in: int, gated: bool) -> SkinnyTile | None:
     """The tile for a product of `rows` rows, None where cuBLAS is faster; measured on an H200."""
-    if rows > 16:
+    if rows != 1:
         return None
-    if rows > 1:
-        return SkinnyTile(16, 256, 4, 4)
-    if num_out * num_in > 50_000_000:
-        return SkinnyTile(8, 512, 4) if gated else SkinnyTile(16, 256, 4)
-    if gated and num_in <= 2048:
-        return SkinnyTile(4, 512, 2)
-    if num_out <= 2048:
+    if num_out * num_in > 100_000_000 and not gated:
+        return SkinnyTile(16, 256, 4)
+    if num_out <= 2048 <= num_in:
         return SkinnyTile(4, 2048, 8)
-    return SkinnyTile(8, 512, 4)
+    if num_in <= 2048:
+        return SkinnyTile(4, 512, 2) if gated else SkinnyTile(8, 512, 4)
+    if num_out <= 4096 and num_in <= 4096:
+        return SkinnyTile(16, 512, 8)
+    return SkinnyTile(4, 512, 4)
 
 
 def _launch_skinny(
@@ -297,33 +246,31 @@ def _launch_skinny(
         raise ValueError(f"{num_rows} rows are too many for a skinny product; the limit is {MAX_ROWS}")
     if weight.shape[1] != num_in or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree and be row-major")
-    tile = tile or skinny_tile(num_rows, num_out, num_in, gated) or SkinnyTile(32, 128, 4)
+    tile = tile or skinny_tile(num_rows, num_out, num_in, gated)
+    if tile is None:
+        tile = SkinnyTile(4, triton.next_power_of_2(num_in), 8)
+    if num_rows > 1 and tile.block_k < num_in:
+        raise ValueError(f"several rows need all {num_in} inputs in one tile; it takes {tile.block_k}")
     y = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return y
     pointers = (x, weight, norm_w, bias, residual, y, eps)
-    options = launch_options(x.device)
-    piece = num_in * x.element_size() * tile.block_n // 128  # bytes of the weight per prefetching thread
-    can_prefetch = tile.prefetch and options["PDL"] and tile.num_warps >= 4 and tile.block_n <= 128 and piece % 16 == 0
     meta = {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "NUM_STAGES": tile.num_stages,
-        "EVEN_K": num_in % tile.block_k == 0,
-        "PREFETCH": piece if can_prefetch else 0,
         "HAS_NORM": norm_w is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "GATED": gated,
         "GELU": gelu,
         "num_warps": tile.num_warps,
-    } | options
+    } | launch_options(x.device)
     grid = (triton.cdiv(num_out, tile.block_n),)
     if num_rows == 1:
         _one_row_kernel[grid](*pointers, num_out, num_in, weight.stride(0), **meta)
     else:
         strides = x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)
-        rows = max(16, triton.next_power_of_2(num_rows))
+        rows = triton.next_power_of_2(num_rows)
         _few_rows_kernel[grid](*pointers, num_rows, num_out, num_in, *strides, ROWS=rows, **meta)
     return y
 

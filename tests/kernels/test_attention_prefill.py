@@ -29,6 +29,7 @@ def needs_kernels(device):
 
 def dense_in_torch(q, kv, scale, is_causal):
     """What cuDNN computes, for machines without it."""
+    kv = kv.transpose(0, 1)
     head_dim, group = q.shape[2], q.shape[1] // kv.shape[0]
     k, v = kv[..., :head_dim].float(), kv[..., head_dim:].float()
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)

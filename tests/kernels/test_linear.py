@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from aioengine.kernels import linear
+from aioengine.kernels.jit import unavailable_reason
 from aioengine.kernels.linear import SkinnyTile
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
 
 # rows, outputs, inputs
-SHAPES = [(1, 48, 64), (1, 37, 200), (3, 37, 200), (16, 64, 96), (20, 16, 33), (0, 16, 16)]
-TILES = [SkinnyTile(8, 64, 4), SkinnyTile(16, 32, 4)]
+SHAPES = [(1, 48, 64), (1, 37, 200), (3, 37, 200), (8, 64, 96), (5, 16, 33), (0, 16, 16)]
+TILES = [SkinnyTile(8, 256, 4), SkinnyTile(4, 256, 1), None]
 
 
-@pytest.fixture(params=["reference", *TILES], ids=["reference", "narrow", "wide"])
+@pytest.fixture(params=["reference", *TILES], ids=["reference", "wide", "narrow", "table"])
 def op(request, device):
     """op(name) is the function of that name, in the implementation under test."""
     if request.param == "reference":
         return lambda name: getattr(linear, f"{name}_ref")
-    from aioengine.kernels.jit import unavailable_reason
-
     if unavailable_reason(device) is not None:
         pytest.skip(unavailable_reason(device))
     return lambda name: functools.partial(getattr(linear, name), tile=request.param)
@@ -83,5 +82,15 @@ def test_norm_gated_linear(op, shape, gelu, dtype, device):
 
 
 def test_more_rows_than_the_kernel_takes_are_refused(device):
-    with pytest.raises((ValueError, RuntimeError), match="65 rows|Triton|triton"):
-        linear.linear(torch.zeros(65, 8, device=device), torch.zeros(8, 8, device=device))
+    with pytest.raises((ValueError, RuntimeError), match="9 rows|Triton|triton"):
+        linear.linear(torch.zeros(9, 8, device=device), torch.zeros(8, 8, device=device))
+
+
+def test_one_row_takes_its_inputs_in_several_pieces(device, dtype):
+    if unavailable_reason(device) is not None:
+        pytest.skip(unavailable_reason(device))
+    h, weight, gain = operands((1, 24, 300), dtype, device)
+    y = linear.norm_linear(h, gain, 1e-5, weight, tile=SkinnyTile(8, 64, 2))
+    assert relative_error(y, normed(h, gain, 1e-5) @ weight.double().T) < RELATIVE_ERROR[dtype]
+    with pytest.raises(ValueError, match="all 300 inputs"):
+        linear.norm_linear(h.expand(2, -1), gain, 1e-5, weight, tile=SkinnyTile(8, 64, 2))
