@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import statistics
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import uvloop
 
 from aioengine.bench.report import peak_memory_bytes, print_table, write_json
-from aioengine.bench.workloads import Job, median_run, random_prompts, run_jobs, summarize
+from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
 from aioengine.config import GROUPS
 from aioengine.engine import AsyncEngine
@@ -112,46 +112,45 @@ async def run_throughput(args: argparse.Namespace) -> None:
 
 
 async def run_transformers(args: argparse.Namespace) -> None:
-    """Alternates between both; needs the package transformers and a GGUF model."""
-    from aioengine.bench.transformers_peer import TransformersPeer
-
+    """First the engine, then its peer, in one process; needs the package transformers and a GGUF model."""
+    if importlib.util.find_spec("transformers") is None:
+        raise InvalidConfig("`bench transformers` needs the package transformers: pip install 'aioengine[bench]'")
     async with AsyncEngine(engine_config(args)) as engine:
-        ours: dict[str, list[float]] = {"alone": [], "batch16": [], "prefill512": []}
-        vocab_size = engine.model.vocab_size
+        runs = []
         for repeat in range(args.repeats + 1):
-            figures = {
-                "alone": 64 / await _decode_s(engine, vocab_size, 1, repeat),
-                "batch16": 16 * 64 / await _decode_s(engine, vocab_size, 16, repeat),
-                "prefill512": 512 / await _elapsed(engine, 1, 512, 1, 7000 + repeat),
+            seconds = {
+                name: await _elapsed(engine, work.batch_size, work.input_len, work.output_len, 1000 * at + repeat)
+                for at, (name, work) in enumerate(PEER_WORK.items())
             }
-            if repeat:
-                for name, value in figures.items():
-                    ours[name].append(value)
+            runs.append({name: work.num_tokens / seconds[name] for name, work in PEER_WORK.items()})
         lag_s = engine.stats().loop_lag_p99_s
         peak = peak_memory_bytes()  # before the peer takes its own
+    from aioengine.bench.transformers_peer import TransformersPeer  # after the engine's memory was read
+
     peer = TransformersPeer(args)
-    theirs = peer.measure(args.repeats)
-    labels = {
-        "alone": "128 in, 64 out, alone: output tokens/s",
-        "batch16": "the same, 16 at once: output tokens/s",
-        "prefill512": "512 in, 1 out: prompt tokens/s",
-    }
-    rows = []
-    for name, label in labels.items():
-        own, other = statistics.median(ours[name]), statistics.median(theirs[name])
-        rows.append(
-            {"work": label, "aioengine": round(own, 1), "transformers": round(other, 1), "ratio": round(own / other, 2)}
-        )
-    own_ratio = statistics.median(ours["batch16"]) / statistics.median(ours["alone"])
+    peer_runs = peer.measure(args.repeats)
+    ours, theirs = ({name: _median_of(r, name) for name in PEER_WORK} for r in (runs[1:], peer_runs[1:]))
+    rows = [
+        {
+            "work": work.label,
+            "aioengine": round(ours[name], 1),
+            "transformers": round(theirs[name], 1),
+            "ratio": round(ours[name] / theirs[name], 2),
+        }
+        for name, work in PEER_WORK.items()
+    ]
+    own_ratio = ours["decode16"] / ours["decode1"]
     print_table(f"aioengine and transformers (float32), median of {args.repeats}", rows)
-    print(f"16 at once over one alone: {own_ratio:.2f}; peak memory {peak / 2**20:,.0f} MiB; loop lag p99 {lag_s} s")
+    lag = f"{1000 * lag_s:.1f} ms" if lag_s is not None else "not measured"
+    print(f"decode, 16 at once over one alone: {own_ratio:.2f}")
+    print(f"peak memory of the engine {peak / 2**20:,.0f} MiB, event loop lag p99 {lag}")
     write_json(
         args.json,
         {
             "benchmark": "transformers",
             "median_of": args.repeats,
             "rows": rows,
-            "batch16_over_alone": own_ratio,
+            "decode16_over_decode1": own_ratio,
             "engine_peak_memory_bytes": peak,
             "loop_lag_p99_s": lag_s,
         },
@@ -164,12 +163,8 @@ async def _elapsed(engine: AsyncEngine, batch_size: int, input_len: int, output_
     return elapsed_s
 
 
-async def _decode_s(engine: AsyncEngine, vocab_size: int, batch_size: int, seed: int) -> float:
-    """Seconds for `batch_size` requests of 128 in, 64 out, prefill included."""
-    prompts = random_prompts(batch_size, 128, vocab_size, 100 * batch_size + seed)
-    begun = time.perf_counter()
-    await run_jobs(engine, [Job(prompt, 64) for prompt in prompts])
-    return time.perf_counter() - begun
+def _median_of(runs: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
 
 
 def _add(

@@ -11,7 +11,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.bench.workloads import random_prompts
+from aioengine.bench.workloads import PEER_WORK, random_prompts
 from aioengine.cli.flags import engine_config
 from aioengine.config import usable_cores
 from aioengine.errors import InvalidConfig
@@ -35,19 +35,15 @@ class TransformersPeer:
         self._model.eval()
         self._vocab_size = int(self._model.config.vocab_size)
 
-    def measure(self, repeats: int) -> dict[str, list[float]]:
-        """Tokens per second by workload, one value per repeat after a warm-up."""
-        found: dict[str, list[float]] = {"alone": [], "batch16": [], "prefill512": []}
-        for repeat in range(repeats + 1):
-            figures = {
-                "alone": 64 / self._generate_s(1, 128, 64, repeat),
-                "batch16": 16 * 64 / self._generate_s(16, 128, 64, repeat),
-                "prefill512": 512 / self._generate_s(1, 512, 1, repeat),
+    def measure(self, repeats: int) -> list[dict[str, float]]:
+        """Tokens per second by workload: a warm-up, then one run per repeat."""
+        return [
+            {
+                name: work.num_tokens / self._generate_s(work.batch_size, work.input_len, work.output_len, repeat)
+                for name, work in PEER_WORK.items()
             }
-            if repeat:
-                for name, value in figures.items():
-                    found[name].append(value)
-        return found
+            for repeat in range(repeats + 1)
+        ]
 
     def _generate_s(self, batch_size: int, input_len: int, output_len: int, seed: int) -> float:
         prompts = torch.tensor(random_prompts(batch_size, input_len, self._vocab_size, 100 * batch_size + seed))

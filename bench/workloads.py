@@ -55,6 +55,31 @@ class Timeline:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class PeerWork:
+    """One workload that the engine and its peer both do; throughput counts `num_tokens`."""
+
+    label: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    counts_prompt: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per run that the figure counts: of the prompts or of the outputs."""
+        return self.batch_size * (self.input_len if self.counts_prompt else self.output_len)
+
+
+PEER_WORK = {
+    "decode1": PeerWork("decode: 16 in, 128 out, alone: output tokens/s", 1, 16, 128),
+    "decode16": PeerWork("the same, 16 at once: output tokens/s", 16, 16, 128),
+    "mixed1": PeerWork("128 in, 64 out, alone: output tokens/s", 1, 128, 64),
+    "mixed16": PeerWork("the same, 16 at once: output tokens/s", 16, 128, 64),
+    "prefill": PeerWork("prefill: 512 in, 1 out: prompt tokens/s", 1, 512, 1, counts_prompt=True),
+}
+
+
 def random_prompts(count: int, length: int, vocab_size: int, seed: int, *, prefix_len: int = 0) -> list[list[int]]:
     """`count` prompts of `length` ids, the first `prefix_len` of them equal in all."""
     rng = random.Random(seed)

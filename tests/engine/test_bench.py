@@ -1,0 +1,44 @@
+"""`aioengine bench` end to end on a tiny model: tables on the terminal, figures with their machine in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from aioengine.cli import main
+from tests.models.tiny import make_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_checkpoint("llama3-scaling", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("latency --batch-size 1 3 --input-len 8 --output-len 6 --repeats 1", "rows"),
+        ("throughput --num-prompts 6 --input-len 12 --prefix-len 4 --output-len 5 --repeats 2", "runs"),
+    ],
+)
+def test_a_benchmark_prints_and_writes_what_it_measured(
+    line: str, key: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    assert main(["bench", *line.split(), "--model", str(folder), "--json", str(report)]) == 0
+    assert line.split()[0] in capfd.readouterr().out
+    figures = orjson.loads(report.read_bytes())
+    assert len(figures[key]) == 2
+    assert figures["machine"]["versions"]["torch"]
+    assert figures["peak_memory_bytes"] > 0
+
+
+def test_a_bad_line_is_one_sentence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "throughput", "--prefix-len", "9", "--input-len", "4", "--model", str(folder)]) == 2
+    assert "--prefix-len must not be above --input-len" in capfd.readouterr().err
