@@ -103,12 +103,13 @@ def attend_keys(
     """Online softmax in base 2 over the keys start .. end; unmasked tiles are whole and visible to all."""
     dims = tl.arange(0, HEAD_BLOCK)
     dim_mask = (dims < HEAD_DIM)[None, :]
+    ahead = start + tl.arange(0, BLOCK_N)
+    next_blocks = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)  # [BLOCK_N]
     for first in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         keys = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)  # [BLOCK_N]
-        else:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE)  # [BLOCK_N]
+        blocks = next_blocks  # loaded one iteration ahead: keys and values wait for no table entry
+        ahead = keys + BLOCK_N
+        next_blocks = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)  # [BLOCK_N]
         slots = blocks.to(tl.int64) * stride_kv_block + (keys % BLOCK_SIZE) * stride_kv_slot
         k_ptrs = kv_ptr + slots[:, None] + dims[None, :]
         if MASKED:
