@@ -185,17 +185,34 @@ def draw(
 
 
 @jit
-def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """What lies at or above low + step, low + 2 step, low + 3 step: mass and number of the values >= floor."""
+def _mass_above(
+    z_ptr,
+    slots,
+    vocab_size,
+    low,
+    step,
+    floor,
+    z_max,
+    BY_MASS: tl.constexpr,
+    IN_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """What lies at or above low + step, low + 2 step, low + 3 step: mass and number of the values >= floor.
+
+    Of the row in memory, or of the values collected in `slots` [SLOTS, WIDTH], the rest being -inf.
+    """
     mass1 = tl.zeros([WIDTH], tl.float32)
     mass2 = mass1
     mass3 = mass1
     count1 = tl.zeros([WIDTH], tl.int32)
     count2 = count1
     count3 = count1
-    for first in range(0, vocab_size, 4 * WIDTH):
-        index = first + tl.arange(0, 4)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [4, WIDTH]
+    for first in range(0, 1 if IN_SLOTS else vocab_size, 4 * WIDTH):
+        if IN_SLOTS:
+            z = slots
+        else:
+            index = first + tl.arange(0, 4)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [4, WIDTH]
         above1, above2, above3 = z >= low + step, z >= low + 2 * step, z >= low + 3 * step
         if BY_MASS:
             weight = tl.where(z >= floor, tl.exp(z - z_max), 0.0)
@@ -214,17 +231,30 @@ def _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS: tl.constexp
 
 @jit
 def _separating(
-    z_ptr, vocab_size, low, high, num_low, floor, z_max, target, BY_MASS: tl.constexpr, WIDTH: tl.constexpr
+    z_ptr,
+    slots,
+    vocab_size,
+    low,
+    high,
+    num_low,
+    floor,
+    z_max,
+    target,
+    BY_MASS: tl.constexpr,
+    IN_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """A value at or above which lie exactly the tokens that reach `target` when taken from the top, ties together.
 
     At least `target` lies at or above `low`, less at or above `high`; `num_low` values are >= low. Quarters the
-    interval until one value is left in it, or no float32 lies between its ends.
+    interval until one value is left in it, or no float32 lies between its ends. Returns it and the number above.
     """
     num_high = 0
     step = (high - low) * 0.25
     while (num_low - num_high > 1) & (low + 2 * step > low) & (low + 2 * step < high):
-        mass1, mass2, mass3, num1, num2, num3 = _mass_above(z_ptr, vocab_size, low, step, floor, z_max, BY_MASS, WIDTH)
+        mass1, mass2, mass3, num1, num2, num3 = _mass_above(
+            z_ptr, slots, vocab_size, low, step, floor, z_max, BY_MASS, IN_SLOTS, WIDTH
+        )
         pivot1, pivot2, pivot3 = low + step, low + 2 * step, low + 3 * step
         if mass3 >= target:
             low, num_low = pivot3, num3
@@ -235,7 +265,37 @@ def _separating(
         else:
             high, num_high = pivot1, num1
         step = (high - low) * 0.25
-    return low
+    return low, num_low
+
+
+@jit
+def _nucleus(z_ptr, slots, vocab_size, low, beyond, z_max, top_p, IN_SLOTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The top-p threshold among the values >= low."""
+    total, _, _, num_low, _, _ = _mass_above(z_ptr, slots, vocab_size, low, 0.0, low, z_max, True, IN_SLOTS, WIDTH)
+    nucleus, _ = _separating(
+        z_ptr, slots, vocab_size, low, beyond, num_low, low, z_max, total * top_p, True, IN_SLOTS, WIDTH
+    )
+    return nucleus
+
+
+@jit
+def _collect(z_ptr, vocab_size, low, WIDTH: tl.constexpr):
+    """The values >= low of each lane's column, [4, WIDTH] filled with -inf, and the most that one lane met."""
+    nothing = tl.full([WIDTH], float("-inf"), tl.float32)
+    slot0, slot1, slot2, slot3 = nothing, nothing, nothing, nothing
+    met = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, vocab_size, 4 * WIDTH):
+        for part in tl.static_range(4):
+            index = first + part * WIDTH + tl.arange(0, WIDTH)
+            z = tl.load(z_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [WIDTH]
+            is_met = z >= low
+            slot3 = tl.where(is_met, slot2, slot3)
+            slot2 = tl.where(is_met, slot1, slot2)
+            slot1 = tl.where(is_met, slot0, slot1)
+            slot0 = tl.where(is_met, z, slot0)
+            met += is_met.to(tl.int32)
+    pairs = tl.join(tl.join(slot0, slot1), tl.join(slot2, slot3)).reshape([WIDTH, 4])
+    return tl.trans(pairs), tl.max(met, axis=0)
 
 
 @jit
@@ -272,15 +332,24 @@ def _filter_threshold_kernel(
     count = tl.sum(num_finite, axis=0)
     beyond = z_max + 1.0 + tl.abs(z_max) * 1e-6  # above every value
     threshold = z_max + tl.log(min_p)
+    none = tl.zeros([4, WIDTH], tl.float32)
+    num_left = count
     if (top_k < count) & (z_min < z_max):  # with fewer finite values, the k-th is -inf and filters nothing
         wanted = top_k.to(tl.float32)
-        kth = _separating(z_ptr, vocab_size, z_min, beyond, count, z_min, z_max, wanted, False, WIDTH)
+        kth, num_left = _separating(
+            z_ptr, none, vocab_size, z_min, beyond, count, z_min, z_max, wanted, False, False, WIDTH
+        )
         threshold = tl.maximum(threshold, kth)
     if (top_p < 1.0) & (z_min < z_max):
         low = tl.maximum(threshold, z_min)
-        total, _, _, num_low, _, _ = _mass_above(z_ptr, vocab_size, low, 0.0, low, z_max, True, WIDTH)
-        wanted = total * top_p
-        nucleus = _separating(z_ptr, vocab_size, low, beyond, num_low, low, z_max, wanted, True, WIDTH)
+        most_met = 5
+        slots = none
+        if num_left <= WIDTH // 4:  # few enough to be held in registers, unless one lane met too many
+            slots, most_met = _collect(z_ptr, vocab_size, low, WIDTH)
+        if most_met <= 4:
+            nucleus = _nucleus(z_ptr, slots, vocab_size, low, beyond, z_max, top_p, True, WIDTH)
+        else:
+            nucleus = _nucleus(z_ptr, slots, vocab_size, low, beyond, z_max, top_p, False, WIDTH)
         threshold = tl.maximum(threshold, nucleus)
     tl.store(threshold_ptr + row, threshold)
 
