@@ -138,8 +138,10 @@ def create_device(resolved: ResolvedConfig) -> Device:
     Raises:
         InvalidConfig: it is not available in this build, or cannot do what the configuration asks.
     """
-    if resolved.device != "cpu":
-        raise InvalidConfig(f"device={resolved.device} is not supported; use --device cpu", param="device")
+    if resolved.device == "cuda":
+        from aioengine.cuda_device import CudaDevice  # Triton's import is only worth its time on a GPU
+
+        return CudaDevice(resolved)
     return CpuDevice(resolved)
 
 

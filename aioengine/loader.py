@@ -14,7 +14,7 @@ from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.device import Device, MemoryReport, cpu_num_blocks, kv_bytes_per_token
 from aioengine.layers.rotary import cos_sin_table
 from aioengine.models import Model, model_class
-from aioengine.runner import CpuRunner
+from aioengine.runner import CpuRunner, Runner
 from aioengine.weights import load_weights
 
 Progress = Callable[[int, int], None]
@@ -70,13 +70,18 @@ def load_model(
     return LoadedModel(model, spec, weights.nbytes + cos_sin.nbytes, timings_s)
 
 
-def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfig, device: Device) -> CpuRunner:
+def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfig, device: Device) -> Runner:
     """Allocates the KV pool and starts the runner, which then owns the device.
 
     Raises:
         InvalidConfig: the pool would be too small for a single block.
     """
     spec = loaded.spec
+    if resolved.device == "cuda":
+        from aioengine.cuda_device import CudaDevice, make_cuda_runner
+
+        assert isinstance(device, CudaDevice)
+        return make_cuda_runner(loaded.model, spec, loaded.weights_bytes, resolved, cache, device)
     num_blocks = cpu_num_blocks(spec, resolved, cache, device.available_bytes())
     per_token = kv_bytes_per_token(spec, 4)
     memory = MemoryReport(

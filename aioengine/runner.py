@@ -98,7 +98,7 @@ class _Join:
 
 
 @dataclass(slots=True)
-class _PromptTargets:
+class PromptTargets:
     """Prompt tokens that a chunk's logits are scored against: its own, one further on."""
 
     ids: Ints
@@ -112,7 +112,7 @@ class _Launched:
     buffer: Ints
     left_rows: list[int]
     joins: list[_Join]
-    prompt_targets: dict[int, _PromptTargets]
+    prompt_targets: dict[int, PromptTargets]
     done: asyncio.Future[StepResult]
 
 
@@ -156,7 +156,7 @@ class CpuRunner:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             joins.append(_Join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:]))
-        launched = _Launched(plan.buffer, list(plan.left_rows), joins, _prompt_targets(plan), done)
+        launched = _Launched(plan.buffer, list(plan.left_rows), joins, prompt_targets(plan), done)
         self._worker.queue.put(launched)
         return done
 
@@ -298,7 +298,7 @@ class _StepWork:
     def _score_prompts(
         self,
         spans: Sequence[PromptSpan],
-        targets: dict[int, _PromptTargets],
+        targets: dict[int, PromptTargets],
         hidden: torch.Tensor,
         ctx: StepContext,
         result: StepResult,
@@ -329,9 +329,9 @@ class _StepWork:
             self.model.logits(hidden, StepContext(self.ops, meta, self.kv_caches))
 
 
-def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:
+def prompt_targets(plan: StepPlan) -> dict[int, PromptTargets]:
     """For each row of the plan that scores its prompt: the prompt tokens its chunk predicts."""
-    found: dict[int, _PromptTargets] = {}
+    found: dict[int, PromptTargets] = {}
     for i, computed, num_new in scored_rows(plan.buffer):
         request = plan.requests[i]
         first = computed + 1
@@ -339,5 +339,5 @@ def _prompt_targets(plan: StepPlan) -> dict[int, _PromptTargets]:
         assert isinstance(request.sampling, SamplingPlan), request.sampling
         count = request.sampling.params.prompt_logprobs
         assert count is not None
-        found[i] = _PromptTargets(request.token_ids()[first:end], count)
+        found[i] = PromptTargets(request.token_ids()[first:end], count)
     return found

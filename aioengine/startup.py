@@ -184,7 +184,8 @@ def load_parts(
     on_stage("loading the weights")
     device = create_device(resolved)
     try:
-        resolved = fit_context(config, resolved, checkpoint.config, device.available_bytes())
+        if resolved.device == "cpu":  # a GPU's pool is known only after its profile run
+            resolved = fit_context(config, resolved, checkpoint.config, device.available_bytes())
         loaded = load_model(checkpoint, resolved, device, lambda _done, _total: check())
         timings.stages.update(loaded.timings_s)
         with timings.stage("pool and warm-up"):

@@ -294,3 +294,23 @@ class TokenCounts:
         """One more output token."""
     def penalize(self, logits: int, settings: NDArray[np.int32]) -> None:
         """Changes the float32 row at address `logits`; `settings` is int32 [1, 10]."""
+
+class Completion:
+    """An eventfd that CUDA streams signal; see completion.h."""
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """The descriptor to watch, -1 once closed."""
+    def enqueue(self, stream: int) -> None:
+        """Signals once everything enqueued on the stream (its handle) so far is done.
+
+        RuntimeError without a CUDA driver or if it refuses. Must stay open until then.
+        """
+    def signal(self) -> None:
+        """Signals now."""
+    def take(self) -> int:
+        """How many signals came since the last call; never blocks."""
+    def close(self) -> None: ...
+
+def completion_unavailable() -> str | None:
+    """Why `Completion.enqueue` cannot work here, or None."""

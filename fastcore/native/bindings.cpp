@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "completion.h"
 #include "cpu_ops.h"
 #include "detokenizer.h"
 #include "isa.h"
@@ -502,10 +503,32 @@ void register_sampling(nb::module_& m) {
 
 }  // namespace
 
+// ---- completion.h ----------------------------------------------------------------------------------------
+
+namespace {
+
+void register_completion(nb::module_& m) {
+    using aioengine::Completion;
+    nb::class_<Completion>(m, "Completion")
+        .def(nb::init<>())
+        .def("fileno", &Completion::fd)
+        .def("enqueue", &Completion::enqueue, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("signal", &Completion::signal)
+        .def("take", &Completion::take)
+        .def("close", &Completion::close);
+    m.def("completion_unavailable", [] {
+        const char* reason = aioengine::completion_unavailable();
+        return reason == nullptr ? nb::object(nb::none()) : nb::object(nb::str(reason));
+    });
+}
+
+}  // namespace
+
 NB_MODULE(native, m) {
     m.doc() = "CPU kernels, detokenizer and stream completion";
     register_detokenizer(m);
     register_cpu_kernels(m);
     register_tape(m);
     register_sampling(m);
+    register_completion(m);
 }

@@ -1,0 +1,176 @@
+"""A GPU: its operations, its memory, and how the KV pool is sized from what a profile run leaves free.
+
+Imported only when a configuration resolves to cuda. `CudaDevice` is made by `device.py`, `make_cuda_runner` is
+called by `loader.py`, both in the thread that loads.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from aioengine.config import CacheConfig, ResolvedConfig
+from aioengine.cuda_runner import CudaRunner
+from aioengine.device import EagerForward, ForwardPass, MemoryReport, kv_bytes_per_token
+from aioengine.errors import InvalidConfig
+from aioengine.fastcore import native, step_buffer
+from aioengine.graphs import StepForward
+from aioengine.kernels.jit import unavailable_reason
+from aioengine.layers.ops_cuda import CudaOps
+from aioengine.model_spec import ModelSpec
+from aioengine.models import Model
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+GRAPH_RESERVE_BYTES = 1 << 30
+"""Kept free for captured graphs and for what libraries allocate at their first use."""
+
+
+class CudaDevice:
+    """The first GPU that this program sees. All work runs on `stream`."""
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        """
+        Raises:
+            InvalidConfig: a type the kernels do not compute with, or no Triton or CUDA driver to run them.
+        """
+        if resolved.dtype not in DTYPES:
+            raise InvalidConfig(
+                f"dtype={resolved.dtype} is not available on a GPU, which computes in 16 bits; "
+                "use --dtype bfloat16 or float16",
+                param="dtype",
+            )
+        if resolved.kv_cache_dtype != resolved.dtype:
+            raise InvalidConfig(
+                f"kv_cache_dtype={resolved.kv_cache_dtype} is not available beside dtype={resolved.dtype}; use auto",
+                param="kv_cache_dtype",
+            )
+        if resolved.block_size & (resolved.block_size - 1):
+            raise InvalidConfig(f"block_size={resolved.block_size} must be a power of two on a GPU", param="block_size")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        reason = unavailable_reason(self.device) or native.completion_unavailable()
+        if reason is not None:
+            raise InvalidConfig(f"device=cuda cannot be used: {reason}", param="device")
+        self.dtype = DTYPES[resolved.dtype]
+        self.stream = torch.cuda.Stream(self.device)
+        self._ops = CudaOps(self.device, self.dtype)
+
+    @property
+    def ops(self) -> CudaOps:
+        return self._ops
+
+    def available_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        shape = (num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(spec.num_layers)]
+
+    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+        """Eager: what is replayed is the whole step, unpacking and choice included (`graphs.py`)."""
+        return EagerForward(model, kv_caches, self._ops)
+
+    def close(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def make_cuda_runner(
+    model: Model,
+    spec: ModelSpec,
+    weights_bytes: int,
+    resolved: ResolvedConfig,
+    cache: CacheConfig,
+    device: CudaDevice,
+) -> CudaRunner:
+    """Profiles the largest step, gives the KV pool what is left, captures the decode graphs.
+
+    Raises:
+        InvalidConfig: the pool would not hold one request of `max_model_len`.
+    """
+    torch.cuda.synchronize(device.device)  # weights were filled on the default stream
+    max_in_flight = 2 if resolved.async_scheduling else 1
+    max_blocks = -(-resolved.max_model_len // resolved.block_size)
+    ring = step_buffer.StepBuffer(
+        1, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.block_size, max_blocks
+    ).ring
+    kv_caches = device.allocate_kv_cache(spec, 2, resolved.block_size)
+    with torch.no_grad(), torch.cuda.stream(device.stream):
+        forward = StepForward(
+            model,
+            spec,
+            device.ops,
+            kv_caches,
+            block_size=resolved.block_size,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_blocks=max_blocks,
+            buffer_words=ring.shape[1],
+            optimization_level=resolved.optimization_level,
+        )
+        num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, forward, resolved, cache, device)
+        per_token = kv_bytes_per_token(spec, device.dtype.itemsize)
+        if (num_blocks - 1) * resolved.block_size < resolved.max_model_len:
+            raise InvalidConfig(
+                f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds "
+                f"{(num_blocks - 1) * resolved.block_size} tokens of {per_token} bytes; lower --max-model-len "
+                "or raise --gpu-memory-utilization",
+                param="max_model_len",
+            )
+        kv_caches[:] = device.allocate_kv_cache(spec, num_blocks, resolved.block_size)
+    memory = MemoryReport(
+        weights_bytes=weights_bytes,
+        kv_cache_bytes=num_blocks * resolved.block_size * per_token,
+        kv_bytes_per_token=per_token,
+        num_blocks=num_blocks,
+        block_size=resolved.block_size,
+    )
+    logger.info(
+        "attention: paged Triton kernel%s",
+        f" alone ({forward.cudnn_refusal})" if forward.cudnn_refusal else ", cuDNN for long prefill chunks",
+    )
+    runner = CudaRunner(
+        model,
+        forward,
+        device,
+        memory,
+        device.stream,
+        vocab_size=spec.vocab_size,
+        max_num_seqs=resolved.max_num_seqs,
+        max_in_flight=max_in_flight,
+    )
+    runner.warm_up()
+    return runner
+
+
+def _num_blocks(
+    spec: ModelSpec, forward: StepForward, resolved: ResolvedConfig, cache: CacheConfig, device: CudaDevice
+) -> int:
+    """Blocks of the pool: the size asked for, else what the largest step leaves of the allowed share."""
+    block_bytes = kv_bytes_per_token(spec, device.dtype.itemsize) * resolved.block_size
+    pool_bytes = cache.kv_cache_memory_bytes
+    if pool_bytes is None:
+        torch.cuda.reset_peak_memory_stats(device.device)
+        forward.profile(resolved.max_num_batched_tokens)
+        device.stream.synchronize()
+        peak = torch.cuda.max_memory_allocated(device.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device.device)
+        others = total - free - torch.cuda.memory_reserved(device.device)
+        # cuDNN's path gathers the keys and values of a whole context, twice over while it copies.
+        gathered = 3 * resolved.max_model_len * spec.num_kv_heads * 2 * spec.head_dim * device.dtype.itemsize
+        allowed = int(total * cache.gpu_memory_utilization)
+        pool_bytes = allowed - others - peak - gathered - GRAPH_RESERVE_BYTES
+    num_blocks = min(pool_bytes // block_bytes, (2**31 - 1) // resolved.block_size)
+    if num_blocks < 2:
+        raise InvalidConfig(
+            f"{pool_bytes} bytes are left for a KV pool of blocks of {block_bytes} bytes; raise "
+            "--gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs",
+            param="gpu_memory_utilization",
+        )
+    return int(num_blocks)

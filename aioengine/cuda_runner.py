@@ -1,0 +1,312 @@
+"""Runs steps on a GPU: `launch` enqueues everything a step needs and returns; an eventfd resolves its future.
+
+No thread waits for the device. On the compute stream: the step buffer's copy from a pinned ring, the forward
+pass (`graphs.py`), sampling, and the chosen tokens' scatter by row, where the next step finds them. A side
+stream waits for an event at the end of the step, copies token ids and statuses to pinned memory and signals;
+it never holds up the next step. The loop's reader then resolves the oldest future, so results come in launch
+order. All methods run on the loop's thread, except the constructor and `warm_up`, which the loader calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.device import Device, MemoryReport
+from aioengine.errors import EngineClosed, EngineDead
+from aioengine.fastcore import native
+from aioengine.graphs import Bucket, StepFacts, StepForward, StepOutput
+from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
+from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Sampler, SamplingPlan
+
+if TYPE_CHECKING:
+    from aioengine.fastcore.step_buffer import StepPlan
+    from aioengine.models import Model
+
+CHECK_INTERVAL_S = 0.5
+"""How often a pending step is asked whether the device has failed, which no signal would tell."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What one step in flight owns until its result is read."""
+
+    words: torch.Tensor
+    """The step buffer, pinned."""
+    packed: torch.Tensor
+    """[2, max_num_seqs] on the device: the side stream reads it while the next step runs."""
+    host_packed: torch.Tensor
+    """The same, pinned."""
+    reached: torch.cuda.Event
+    is_free: bool = True
+
+
+@dataclass(slots=True)
+class _PromptScores:
+    """Log-probabilities of one row's chunk, still on the device."""
+
+    plan_row: int
+    parts: list[PendingLogprobs]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A launched step."""
+
+    done: asyncio.Future[StepResult]
+    slot: _Slot
+    num_samples: int
+    sample_plan_rows: np.typing.NDArray[np.int32]
+    logprobs: PendingLogprobs | None
+    prompt_scores: list[_PromptScores] = field(default_factory=list)
+
+
+class CudaRunner:
+    """Runs steps on one GPU; owns its device, streams, graphs and pool until `close()`.
+
+    Args:
+        max_in_flight: steps launched and not yet resolved at most.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        forward: StepForward,
+        device: Device,
+        memory: MemoryReport,
+        stream: torch.cuda.Stream,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_in_flight: int,
+    ) -> None:
+        self.memory = memory
+        self._model: Model | None = model
+        self._forward: StepForward | None = forward
+        self._device = device
+        self._max_num_seqs = max_num_seqs
+        self._compute = stream
+        self._side = torch.cuda.Stream(stream.device)
+        with torch.cuda.stream(stream):
+            self._sampler: Sampler | None = Sampler(vocab_size, max_num_seqs, stream.device)
+            self._slots = [self._make_slot(len(forward.buffer)) for _ in range(max_in_flight + 1)]
+        stream.synchronize()
+        self._next_slot = 0
+        self._pending: deque[_Pending] = deque()
+        self._completion = native.Completion()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._check: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    def _make_slot(self, num_words: int) -> _Slot:
+        shape = (2, self._max_num_seqs)
+        return _Slot(
+            torch.empty(num_words, dtype=torch.int32, pin_memory=True),
+            torch.zeros(shape, dtype=torch.int32, device=self._compute.device),
+            torch.empty(shape, dtype=torch.int32, pin_memory=True),
+            torch.cuda.Event(),
+        )
+
+    def warm_up(self) -> None:
+        """Captures the decode graphs, largest first, so that smaller ones fit into its memory."""
+        assert self._forward is not None
+        with torch.no_grad(), torch.cuda.stream(self._compute):
+            for size in sorted(self._forward.buckets, reverse=True):
+                if size <= max(self._max_num_seqs, 1):
+                    self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
+            self._compute.synchronize()
+
+    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[StepResult] = loop.create_future()
+        if self._is_closed:
+            done.set_exception(EngineClosed("the runner is closed"))
+        elif self._failure is not None:
+            done.set_exception(_dead(self._failure))
+        else:
+            self._watch(loop)
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._compute):
+                    self._pending.append(self._launch(plan, done))
+            except Exception as error:
+                self._fail(error)
+                done.set_exception(_dead(error))
+        return done
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await self._drain()
+            self._unwatch()
+            with contextlib.suppress(RuntimeError):  # a device that has failed fails here again
+                self._compute.synchronize()
+                self._side.synchronize()
+            self._completion.close()
+            if self._forward is not None:
+                self._forward.close()
+            self._forward = self._model = self._sampler = None
+            self._slots.clear()
+            self._device.close()
+
+    async def _drain(self) -> None:
+        if self._pending:
+            await asyncio.wait([pending.done for pending in self._pending])
+
+    # ---- launching --------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan, done: asyncio.Future[StepResult]) -> _Pending:
+        forward, sampler, model = self._forward, self._sampler, self._model
+        assert forward is not None and sampler is not None and model is not None
+        slot = self._slots[self._next_slot]
+        if not slot.is_free:
+            raise RuntimeError(f"more than {len(self._slots)} steps in flight")
+        slot.is_free = False
+        self._next_slot = (self._next_slot + 1) % len(self._slots)
+
+        num_words = len(plan.buffer)
+        slot.words.numpy()[:num_words] = plan.buffer
+        forward.buffer[:num_words].copy_(slot.words[:num_words], non_blocking=True)
+        for row in plan.left_rows:
+            sampler.leave(row)
+        for request in plan.joined:
+            ids, prompt_len = request.token_ids(), request.num_prompt_tokens
+            assert isinstance(request.sampling, SamplingPlan), request.sampling
+            sampler.join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:])
+
+        facts = StepFacts.of(plan.buffer)
+        num_samples = facts.num_samples
+        is_greedy = sampler.is_plain_greedy(facts.sample_rows, facts.sample_num_outputs)
+        output = forward.run(facts, is_greedy=is_greedy)
+        pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None)
+        if num_samples:
+            if not output.has_chosen:
+                rows = output.hidden.index_select(0, output.inputs.sample_indices[:num_samples])
+                device_rows = output.inputs.sample_rows[:num_samples]
+                if is_greedy:
+                    forward.choose(rows, device_rows, output.ctx)
+                else:
+                    logits = model.logits(rows, output.ctx)
+                    sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs)
+                    forward.last_token.index_copy_(0, device_rows.long(), sampled.token_ids)
+                    forward.packed[:, :num_samples].copy_(sampled.packed)
+                    pending.logprobs = sampled.logprobs
+            slot.packed.copy_(forward.packed)
+        if facts.prompt_spans:
+            pending.prompt_scores = self._score_prompts(plan, facts, output, sampler, model)
+        slot.reached.record(self._compute)
+        self._side.wait_event(slot.reached)
+        if num_samples:
+            with torch.cuda.stream(self._side):
+                slot.host_packed.copy_(slot.packed, non_blocking=True)
+        self._completion.enqueue(self._side.cuda_stream)
+        return pending
+
+    def _score_prompts(
+        self, plan: StepPlan, facts: StepFacts, output: StepOutput, sampler: Sampler, model: Model
+    ) -> list[_PromptScores]:
+        """Log-probabilities of prompt tokens, a slice of positions at a time; read when the step is done."""
+        targets = prompt_targets(plan)
+        scores = []
+        for plan_row, first in facts.prompt_spans:
+            target = targets[plan_row]
+            parts = []
+            for start in range(0, len(target.ids), PROMPT_SLICE):
+                ids = target.ids[start : start + PROMPT_SLICE]
+                rows = output.hidden[first + start : first + start + len(ids)]
+                parts.append(sampler.prompt_logprobs(model.logits(rows, output.ctx), ids, target.count))
+            scores.append(_PromptScores(plan_row, parts))
+        return scores
+
+    # ---- completion -------------------------------------------------------------------------------------
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is None:
+            self._loop = loop
+            loop.add_reader(self._completion.fileno(), self._on_signal)
+        if self._check is None:
+            self._check = loop.call_later(CHECK_INTERVAL_S, self._on_check)
+
+    def _unwatch(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._completion.fileno())
+            self._loop = None
+
+    def _on_signal(self) -> None:
+        for _ in range(self._completion.take()):
+            if not self._pending:  # failed meanwhile
+                return
+            self._resolve(self._pending.popleft())
+
+    def _on_check(self) -> None:
+        """While steps are pending, asks the device for an error; it signals nothing after one."""
+        self._check = None
+        if not self._pending or self._loop is None:
+            return
+        try:
+            self._pending[0].slot.reached.query()
+        except RuntimeError as error:
+            self._fail(error)
+            return
+        self._check = self._loop.call_later(CHECK_INTERVAL_S, self._on_check)
+
+    def _resolve(self, pending: _Pending) -> None:
+        try:
+            result = _read(pending)
+        except Exception as error:
+            self._pending.appendleft(pending)
+            self._fail(error)
+            return
+        pending.slot.is_free = True
+        if not pending.done.done():
+            pending.done.set_result(result)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fails every step in flight and all to come."""
+        if self._failure is None:
+            self._failure = error
+        while self._pending:
+            pending = self._pending.popleft()
+            if not pending.done.done():
+                pending.done.set_exception(_dead(self._failure))
+
+
+def _read(pending: _Pending) -> StepResult:
+    """The result of a step whose copies have arrived."""
+    token_ids, status = pending.slot.host_packed.numpy()[:, : pending.num_samples].copy()
+    result = StepResult(token_ids)
+    if status.any():
+        rows = pending.sample_plan_rows
+        result.failures = {int(rows[i]): FAILURES[int(status[i])] for i in np.flatnonzero(status != OK)}
+    if pending.logprobs is not None:
+        found = pending.logprobs.resolve()
+        result.logprobs = {key: value for key, value in found.items() if value is not None}
+    if pending.prompt_scores:
+        result.prompt_logprobs = {}
+        for score in pending.prompt_scores:
+            entries = _entries(score.parts)
+            if None in entries:
+                result.failures = (result.failures or {}) | {score.plan_row: FAILURES[NOT_FINITE]}
+            result.prompt_logprobs[score.plan_row] = [entry for entry in entries if entry is not None]
+    return result
+
+
+def _entries(parts: Sequence[PendingLogprobs]) -> list[RowLogprobs | None]:
+    return [entry for part in parts for entry in part.resolve().values()]
+
+
+def _dead(error: BaseException) -> EngineDead:
+    dead = EngineDead(f"the device failed while running a step: {type(error).__name__}: {error}")
+    dead.__cause__ = error
+    return dead

@@ -1,0 +1,361 @@
+"""The forward pass of a step on a device: unpacked, padded to a bucket, and replayed as a CUDA graph.
+
+`StepForward` owns what every step reads and writes at fixed addresses (the step buffer, the persistent block
+table and last tokens, the chosen tokens) and one captured graph per `Bucket`. A bucket seen for the first time
+runs its step eagerly, which compiles and warms what it needs, and is captured right after; capture executes
+nothing. Steps with more tokens than the largest bucket, and all steps at -O0, run eagerly at their own size.
+
+All graphs share one memory pool: they run one after another on one stream, and nothing in the pool is read
+after the next replay has begun. Without CUDA (Triton's interpreter) everything runs eagerly, padded the same.
+Called by `cuda_runner.py` on one stream, in launch order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
+from aioengine.kernels import step as layout
+from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
+from aioengine.kernels.attention_prefill import LongRow, unsupported_reason
+from aioengine.kernels.keep import keep_greedy
+from aioengine.kernels.sampling_triton import argmax
+from aioengine.kernels.step import StepInputs, unpack
+from aioengine.layers.context import StepContext
+from aioengine.layers.ops_cuda import CudaOps, DeviceAttention
+from aioengine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from aioengine.models import Model
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+LONG_CHUNK = 2048
+"""Chunks of so many queries go to cuDNN where it serves the layer."""
+
+Ints = NDArray[np.int32]
+
+
+def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Sizes that steps are padded to: dense for few tokens, up to 512 or every row decoding once."""
+    largest = min(max(512, max_num_seqs), max_num_batched_tokens)
+    sizes = [size for size in SMALL_BUCKETS if size < largest]
+    sizes += range(768, largest, 256)
+    return (*sizes, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the host must know of a step: read once from its buffer."""
+
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    max_query_len: int
+    sample_rows: Ints
+    """[N] persistent row of each sample."""
+    sample_num_outputs: Ints
+    """[N] position of the token to sample in its output."""
+    sample_plan_rows: Ints
+    """[N] position of each sample's row in the plan."""
+    prompt_spans: tuple[tuple[int, int], ...]
+    """(plan row, first token) of rows whose prompt is scored."""
+    long_rows: tuple[LongRow, ...]
+    """Rows with `LONG_CHUNK` or more new tokens."""
+
+    @classmethod
+    def of(cls, buffer: Ints) -> StepFacts:
+        """
+        Raises:
+            ValueError: the buffer has another layout than this version knows.
+        """
+        header = buffer[: layout.HEADER_WORDS].tolist()
+        if header[layout.VERSION] != VERSION:
+            raise ValueError(f"step buffer of version {header[layout.VERSION]}, expected {VERSION}")
+        num_rows = header[layout.NUM_ROWS]
+        offset = header[layout.OFF_ROWS]
+        rows = buffer[offset : offset + num_rows * layout.ROW_WORDS].reshape(num_rows, layout.ROW_WORDS)
+        index = rows[:, layout.SAMPLE_INDEX]
+        sampled = np.flatnonzero(index >= 0)
+        sampled = sampled[np.argsort(index[sampled], kind="stable")]
+        chosen = rows[sampled]
+        num_new = rows[:, layout.NUM_NEW]
+        max_query_len = int(num_new.max(initial=0))
+        spans: tuple[tuple[int, int], ...] = ()
+        scored = np.flatnonzero(rows[:, layout.FLAGS] & FLAG_PROMPT_LOGITS)
+        if scored.size:
+            spans = tuple((i, int(rows[i, layout.QUERY_START])) for i in scored.tolist())
+        long_rows: tuple[LongRow, ...] = ()
+        if max_query_len >= LONG_CHUNK:
+            long_rows = tuple(
+                LongRow(
+                    i,
+                    int(rows[i, layout.QUERY_START]),
+                    int(num_new[i]),
+                    int(rows[i, layout.NUM_COMPUTED]),
+                )
+                for i in np.flatnonzero(num_new >= LONG_CHUNK).tolist()
+            )
+        return cls(
+            num_rows,
+            header[layout.NUM_TOKENS],
+            header[layout.NUM_SAMPLES],
+            max_query_len,
+            chosen[:, layout.ROW],
+            chosen[:, layout.NUM_OUTPUT],
+            sampled.astype(np.int32),
+            spans,
+            long_rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a graph was captured for."""
+
+    num_tokens: int
+    few_queries: bool
+    """No row has more queries than the decode tile takes, so that one attention launch serves all."""
+    chooses: bool
+    """Ends with the greedy choice of every sample instead of hidden states."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Fixed buffers of a bucket and its graph, once captured."""
+
+    inputs: StepInputs
+    attention: DeviceAttention
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step left on the device."""
+
+    hidden: torch.Tensor
+    """[T, H] normalized hidden states; undefined if the bucket chose."""
+    inputs: StepInputs
+    ctx: StepContext
+    has_chosen: bool
+    """`StepForward.packed` and `last_token` hold the greedy choices."""
+
+
+class StepForward:
+    """Runs forward passes; see the head of the file.
+
+    Args:
+        buffer_words: most words of a step buffer.
+        optimization_level: 0 runs every step eagerly at its own size.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ModelSpec,
+        ops: CudaOps,
+        kv_caches: Sequence[torch.Tensor],
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks: int,
+        buffer_words: int,
+        optimization_level: int,
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._ops = ops
+        self._kv_caches = kv_caches
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._device = ops.device
+        self.buckets = token_buckets(max_num_seqs, max_num_batched_tokens) if optimization_level > 0 else ()
+        self._uses_graphs = optimization_level > 0 and self._device.type == "cuda"
+        self._entries: dict[Bucket, _Entry] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
+        group = spec.num_heads // spec.num_kv_heads
+        self._few_queries = tile_for(group, few_queries=True).block_m // group
+        self._windows = tuple(sorted({window or 0 for window in spec.layer_windows}))
+        self.cudnn_refusal = unsupported_reason(self._device, ops.dtype, spec.head_dim)
+        """Why long chunks stay with the paged kernel, or None."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+        self.buffer = ints(buffer_words)
+        """The step to run; the runner copies it here before `run`."""
+        self.block_table = ints(max_num_seqs, max_blocks)
+        self.last_token = ints(max_num_seqs)
+        self.packed = ints(2, max_num_seqs)
+        """Greedy choices: token ids, then statuses."""
+        largest = self.buckets[-1] if self.buckets else 0
+        self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
+        self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None, None)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(entry.graph is not None for entry in self._entries.values())
+
+    def run(self, facts: StepFacts, *, is_greedy: bool) -> StepOutput:
+        """Runs the step that lies in `buffer`. `is_greedy`: every sample is the plain greedy choice."""
+        if not self.buckets or facts.num_tokens > self.buckets[-1]:
+            return self._run_at_size(facts)
+        few_queries = facts.max_query_len <= self._few_queries
+        bucket = Bucket(
+            next(size for size in self.buckets if size >= facts.num_tokens),
+            few_queries,
+            is_greedy and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
+        )
+        entry = self._entries.get(bucket)
+        if entry is None:
+            entry = self._enter(bucket)
+        elif entry.graph is not None:
+            entry.graph.replay()
+        else:
+            self._pass(bucket, entry)
+        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
+        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.chooses)
+
+    def choose(self, hidden_rows: torch.Tensor, rows: torch.Tensor, ctx: StepContext) -> None:
+        """Greedy choice of hidden rows [N, H] for persistent rows [N], kept in `packed` and `last_token`."""
+        logits = self._model.logits(hidden_rows, ctx)
+        keep_greedy(argmax(logits), logits, rows, self.packed, self.last_token)
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Captures a bucket ahead of its first step, by running a step of padding; leaves no trace."""
+        if bucket not in self._entries:
+            self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
+            self._enter(bucket)
+
+    def profile(self, num_tokens: int) -> None:
+        """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""
+        self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
+        rows = min(self._max_num_seqs, num_tokens)
+        inputs = StepInputs.empty(num_tokens, rows, rows, self.block_table.shape[1], self._device)
+        plans = {w: self._make_plan(num_tokens, rows, False, w, None, self._shared_plan) for w in self._windows}
+        entry = _Entry(inputs, self._metadata(inputs, plans, ()))
+        hidden = self._forward(entry)
+        logits = self._model.logits(hidden[:rows], StepContext(self._ops, entry.attention, self._kv_caches))
+        wide = logits.float()
+        argmax(wide + 0.0)
+
+    def close(self) -> None:
+        """Drops graphs and buffers; nothing may be running."""
+        for entry in self._entries.values():
+            if entry.graph is not None:
+                entry.graph.reset()
+        self._entries.clear()
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _enter(self, bucket: Bucket) -> _Entry:
+        """Makes a bucket, runs the step in `buffer` eagerly, then captures the same calls."""
+        rows = min(bucket.num_tokens, self._max_num_seqs)
+        inputs = StepInputs.empty(bucket.num_tokens, rows, rows, self.block_table.shape[1], self._device)
+        plans = {
+            window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, None, self._shared_plan)
+            for window in self._windows
+        }
+        entry = _Entry(inputs, self._metadata(inputs, plans, ()))
+        self._pass(bucket, entry)
+        if self._uses_graphs:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._pass(bucket, entry)
+            finally:
+                graph.capture_end()
+            entry.graph = graph
+        self._entries[bucket] = entry
+        return entry
+
+    def _pass(self, bucket: Bucket, entry: _Entry) -> None:
+        hidden = self._forward(entry)
+        if bucket.chooses:
+            ctx = StepContext(self._ops, entry.attention, self._kv_caches)
+            self.choose(hidden.index_select(0, entry.inputs.sample_indices), entry.inputs.sample_rows, ctx)
+        else:
+            self._hidden[: bucket.num_tokens].copy_(hidden)
+
+    def _run_at_size(self, facts: StepFacts) -> StepOutput:
+        max_blocks = self.block_table.shape[1]
+        inputs = StepInputs.empty(facts.num_tokens, facts.num_rows, facts.num_samples, max_blocks, self._device)
+        long_rows = facts.long_rows if self.cudnn_refusal is None else ()
+        plans = {}
+        for window in self._windows:
+            skip_from = LONG_CHUNK if long_rows and window == 0 else None
+            plans[window] = self._make_plan(
+                facts.num_tokens,
+                facts.num_rows,
+                facts.max_query_len <= self._few_queries,
+                window,
+                skip_from,
+                self._shared_plan,
+            )
+        entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
+        hidden = self._forward(entry)
+        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
+        return StepOutput(hidden, inputs, ctx, False)
+
+    def _forward(self, entry: _Entry) -> torch.Tensor:
+        inputs = entry.inputs
+        unpack(self.buffer, self.block_table, self.last_token, self._block_size, inputs)
+        for plan in entry.attention.plans.values():
+            fill_plan(plan, inputs.query_start_loc, inputs.seq_lens)
+        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
+        return self._model.forward(inputs.input_ids, inputs.positions, ctx)
+
+    def _make_plan(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        few_queries: bool,
+        window: int,
+        skip_from: int | None,
+        share: AttentionPlan | None,
+    ) -> AttentionPlan:
+        spec = self._spec
+        return make_plan(
+            num_tokens,
+            num_rows,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._device,
+            window=window,
+            decode_only=few_queries,
+            skip_from=skip_from,
+            share=share,
+        )
+
+    def _metadata(
+        self, inputs: StepInputs, plans: dict[int, AttentionPlan], long_rows: tuple[LongRow, ...]
+    ) -> DeviceAttention:
+        return DeviceAttention(
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.block_table,
+            inputs.slot_mapping,
+            inputs.num_tokens,
+            inputs.num_rows,
+            inputs.num_tokens,
+            inputs.block_table.shape[1] * self._block_size,
+            plans,
+            long_rows,
+        )
+
+
+def _empty_header(device: torch.device) -> torch.Tensor:
+    """The header of a step without rows, tokens and samples."""
+    words = [0] * layout.HEADER_WORDS
+    words[layout.VERSION] = VERSION
+    for offset in (layout.OFF_ROWS, layout.OFF_TOKENS, layout.OFF_BLOCKS, layout.TOTAL_WORDS):
+        words[offset] = layout.HEADER_WORDS
+    return torch.tensor(words, dtype=torch.int32, device=device)

@@ -1,0 +1,282 @@
+"""Checks and measures the whole engine on one GPU, beside the figures of `shared/anchors`.
+
+    python -m aioengine.bench.gpu_engine [--out DIR] [--models NAME,...] [--sections NAME,...]
+
+Models are shapes with random bfloat16 weights, as in the anchors (vLLM 0.26.0, one H200). Prompts are random ids
+drawn anew for each run; greedy and ignore_eos unless a workload says otherwise. One failing section is reported
+and the rest goes on. Writes gpu_engine.json to --out after every section and prints one line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aioengine import AsyncEngine, EngineConfig
+from aioengine.bench.report import machine, peak_memory_bytes
+from aioengine.bench.workloads import Job, random_prompts, run_jobs
+
+# (figure, whether more is better) by model: vLLM 0.26.0 on one H200.
+ANCHORS: dict[str, dict[str, tuple[float, bool]]] = {
+    "qwen3-0.6b": {
+        "W3 b1 ms/token": (1.85, False),
+        "W3 b1 prefill ms": (9.9, False),
+        "W3 b8 ms/token": (1.95, False),
+        "W3 b8 prefill ms": (31.5, False),
+        "W3 b64 ms/token": (3.50, False),
+        "W3 b64 prefill ms": (51.2, False),
+        "W2 out tok/s": (26506, True),
+        "W6 out tok/s": (19719, True),
+        "W1 out tok/s": (16446, True),
+        "W5 cold s": (0.867, False),
+        "W5 warm s": (0.851, False),
+        "W7 prefill tok/s": (115393, True),
+        "start s": (100.6, False),
+    },
+    "llama-3.1-8b": {
+        "W3 b1 ms/token": (4.89, False),
+        "W3 b1 prefill ms": (17.2, False),
+        "W3 b8 ms/token": (5.04, False),
+        "W3 b8 prefill ms": (52.9, False),
+        "W3 b64 ms/token": (5.90, False),
+        "W3 b64 prefill ms": (214.8, False),
+        "W2 out tok/s": (19003, True),
+        "W6 out tok/s": (9798, True),
+        "W1 out tok/s": (4001, True),
+        "W5 cold s": (1.309, False),
+        "W5 warm s": (1.148, False),
+        "W7 prefill tok/s": (27672, True),
+        "start s": (105.0, False),
+    },
+}
+SECTIONS = ("start", "W3", "W2", "W7", "W5", "W6", "W1", "host")
+SEEDS = iter(range(1, 1 << 30))
+
+
+class Report:
+    """Collects figures and writes them after each section."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.out = out
+        self.data: dict[str, Any] = {"command": sys.argv, "machine": machine(), "card": card(), "figures": {}}
+
+    def add(self, model: str, name: str, value: float) -> None:
+        """One figure, printed beside its anchor."""
+        anchor = ANCHORS.get(model, {}).get(name)
+        line = f"{model:13} {name:18} {value:12,.3f}"
+        entry: dict[str, Any] = {"value": value}
+        if anchor is not None:
+            ratio = value / anchor[0] if anchor[1] else anchor[0] / value
+            entry |= {"anchor": anchor[0], "times_better": ratio}
+            line += f"   anchor {anchor[0]:10,.3f}   {ratio:5.2f} x"
+        self.data["figures"].setdefault(model, {})[name] = entry
+        print(line, flush=True)
+        self.write()
+
+    def fail(self, model: str, section: str, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        self.data.setdefault("failures", {})[f"{model} {section}"] = text
+        print(f"{model} {section} FAILED: {text[-1500:]}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self.out is not None:
+            self.data["peak_host_bytes"] = peak_memory_bytes()
+            (self.out / "gpu_engine.json").write_text(json.dumps(self.data, indent=1))
+
+
+def card() -> str:
+    """Name, driver and memory as the driver tells them."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown ({error})"
+
+
+def config(model: str, **options: Any) -> EngineConfig:
+    """The engine of a model as the anchors ran theirs."""
+    chosen: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cuda",
+        "max_model_len": 40000,
+        "gpu_memory_utilization": 0.85,
+        "log_stats_interval_s": 0,
+    }
+    return EngineConfig(model=f"shape:{model}", **(chosen | options))
+
+
+def jobs(engine: AsyncEngine, count: int, length: int, output_len: int, prefix_len: int = 0) -> list[Job]:
+    """Fresh random prompts."""
+    prompts = random_prompts(count, length, vocab_size(engine), next(SEEDS), prefix_len=prefix_len)
+    return [Job(prompt, output_len) for prompt in prompts]
+
+
+def vocab_size(engine: AsyncEngine) -> int:
+    return engine.model.vocab_size
+
+
+async def elapsed(engine: AsyncEngine, work: list[Job], temperature: float = 0.0) -> float:
+    """Seconds until the last token of the last job; every job must have given all its tokens."""
+    lines, seconds = await run_jobs(engine, work, temperature)
+    for job, line in zip(work, lines, strict=True):
+        if len(line.token_times_s) != job.output_len:
+            raise RuntimeError(f"a request gave {len(line.token_times_s)} of {job.output_len} tokens")
+    return seconds
+
+
+async def run_w3(engine: AsyncEngine, model: str, report: Report) -> None:
+    for batch in (1, 8, 64):
+        await elapsed(engine, jobs(engine, batch, 128, 9))
+        prefill, whole = [], []
+        for _ in range(3):
+            prefill.append(await elapsed(engine, jobs(engine, batch, 128, 1)))
+            whole.append(await elapsed(engine, jobs(engine, batch, 128, 129)))
+        first = statistics.median(prefill)
+        report.add(model, f"W3 b{batch} prefill ms", 1000 * first)
+        report.add(model, f"W3 b{batch} ms/token", 1000 * (statistics.median(whole) - first) / 128)
+
+
+async def run_w1(engine: AsyncEngine, model: str, report: Report) -> None:
+    report.add(model, "W1 out tok/s", 512 * 128 / await elapsed(engine, jobs(engine, 512, 1024, 128)))
+
+
+async def run_w2(engine: AsyncEngine, model: str, report: Report) -> None:
+    await elapsed(engine, jobs(engine, 256, 128, 16))
+    seconds = [await elapsed(engine, jobs(engine, 256, 128, 512)) for _ in range(2)]
+    report.add(model, "W2 out tok/s", 256 * 512 / statistics.median(seconds))
+
+
+async def run_w5(engine: AsyncEngine, model: str, report: Report) -> None:
+    work = jobs(engine, 128, 8192 + 64, 16, prefix_len=8192)
+    report.add(model, "W5 cold s", await elapsed(engine, work))
+    report.add(model, "W5 warm s", statistics.median([await elapsed(engine, work) for _ in range(2)]))
+
+
+async def run_w6(engine: AsyncEngine, model: str, report: Report) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    lengths = [rng.randint(100, 1024) for _ in range(256)]
+    work = [Job(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    await elapsed(engine, jobs(engine, 256, 64, 4), 0.6)
+    seconds = await elapsed(engine, work, 0.6)
+    report.add(model, "W6 out tok/s", sum(lengths) / seconds)
+
+
+async def run_w7(engine: AsyncEngine, model: str, report: Report) -> None:
+    await elapsed(engine, jobs(engine, 1, 32768, 1))  # cuDNN plans each shape at its first use
+    seconds = [await elapsed(engine, jobs(engine, 1, 32768, 1)) for _ in range(3)]
+    report.add(model, "W7 prefill tok/s", 32768 / statistics.median(seconds))
+
+
+async def run_host(engine: AsyncEngine, model: str, report: Report) -> None:
+    """Kernels of a decode step at batch 1 and 256, by device time, and the host time of a launch."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for batch in (1, 256):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            await elapsed(engine, jobs(engine, batch, 16, 33))
+        torch.cuda.synchronize()
+        rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)[:14]
+        print(f"-- {model}: kernels of 33 steps at batch {batch}, device time", flush=True)
+        shown = [{"name": row.key[:80], "ms": row.self_device_time_total / 1000, "calls": row.count} for row in rows]
+        for row in shown:
+            print(f"   {row['ms']:9.3f} ms {row['calls']:6} x {row['name']}", flush=True)
+        report.data.setdefault("profile", {})[f"{model} b{batch}"] = shown
+
+
+WORKLOADS: dict[str, Callable[[AsyncEngine, str, Report], Awaitable[None]]] = {
+    "W3": run_w3,
+    "W2": run_w2,
+    "W7": run_w7,
+    "W5": run_w5,
+    "W6": run_w6,
+    "W1": run_w1,
+    "host": run_host,
+}
+
+
+async def measure(model: str, sections: list[str], report: Report) -> None:
+    """All workloads on one engine."""
+    begun = time.perf_counter()
+    async with AsyncEngine(config(model)) as engine:
+        await elapsed(engine, jobs(engine, 1, 16, 1))
+        report.add(model, "start s", time.perf_counter() - begun)
+        print(f"   {engine.memory_report}", flush=True)
+        for name in sections:
+            if name in WORKLOADS:
+                took = time.perf_counter()
+                try:
+                    await WORKLOADS[name](engine, model, report)
+                except Exception as error:
+                    report.fail(model, name, error)
+                print(f"   ({name} took {time.perf_counter() - took:.1f} s)", flush=True)
+
+
+async def tokens(model: str, work: list[Job], **options: Any) -> list[list[int]]:
+    """Greedy tokens of every job."""
+    from aioengine import SamplingParams
+
+    async def one(engine: AsyncEngine, job: Job) -> list[int]:
+        found: list[int] = []
+        params = SamplingParams(max_tokens=job.output_len, temperature=0.0, ignore_eos=True)
+        async for output in await engine.submit(job.prompt, params):
+            found += output.delta_token_ids
+        return found
+
+    async with AsyncEngine(config(model, **options)) as engine:
+        return await asyncio.gather(*(one(engine, job) for job in work))
+
+
+async def compare(report: Report) -> None:
+    """Graphs against eager steps, and one step ahead against waiting, on the tokens of mixed requests."""
+    rng = random.Random(5)
+    work = [Job([rng.randrange(100, 40000) for _ in range(rng.choice((3, 17, 100, 700)))], 40) for _ in range(16)]
+    options = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 << 30}
+    eager = await tokens("smollm2-135m", work, optimization_level=0, **options)
+    for name, more in (("graphs", {}), ("graphs, one at a time", {"async_scheduling": False})):
+        other = await tokens("smollm2-135m", work, **options, **more)
+        same = [
+            next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+            for a, b in zip(eager, other, strict=True)
+        ]
+        report.add("smollm2-135m", f"{name}: equal to eager", sum(same) / sum(map(len, eager)))
+        print(f"   first difference by request (40: none): {same}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b")
+    parser.add_argument("--sections", default="compare," + ",".join(SECTIONS))
+    args = parser.parse_args()
+    sections = args.sections.split(",")
+    report = Report(args.out)
+    print(report.data["card"], flush=True)
+    if "compare" in sections:
+        try:
+            asyncio.run(compare(report))
+        except Exception as error:
+            report.fail("smollm2-135m", "compare", error)
+    for model in filter(None, args.models.split(",")):
+        try:
+            asyncio.run(measure(model, sections, report))
+        except Exception as error:
+            report.fail(model, "engine", error)
+    report.write()
+    return 1 if "failures" in report.data else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

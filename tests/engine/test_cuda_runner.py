@@ -1,0 +1,251 @@
+"""The GPU path: buckets and facts of steps, padded forward passes, completion, and the runner itself on a GPU.
+
+Without a GPU the forward pass runs in Triton's interpreter, where a bucket is padded as on a device but never
+captured. The interpreter must be chosen before any kernel file is imported; where another test file came first
+without it, the tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from transformers import PreTrainedModel
+
+from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.checkpoint import load_checkpoint
+from aioengine.errors import InvalidConfig
+from aioengine.fastcore import native
+from aioengine.graphs import StepFacts, StepForward, token_buckets
+from aioengine.kernels.jit import tl, unavailable_reason
+from aioengine.layers.ops_cuda import CudaOps
+from aioengine.loader import load_model
+from tests.models.plans import FakeRequest, Planner
+from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_buckets_end_with_every_row_decoding_once() -> None:
+    assert token_buckets(64, 8192)[-1] == 512
+    assert token_buckets(1024, 8192)[-3:] == (512, 768, 1024)
+    assert token_buckets(4, 100)[-2:] == (96, 100)
+    assert token_buckets(1, 1) == (1,)
+
+
+def test_facts_of_a_step_are_those_that_its_buffer_holds() -> None:
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    long, short = planner.request(range(20)), planner.request(range(3))
+    planner.plan({long: 4})
+    facts = StepFacts.of(planner.plan({long: 7, short: 3}).buffer)
+    assert (facts.num_rows, facts.num_tokens, facts.num_samples, facts.max_query_len) == (2, 10, 1, 7)
+    assert facts.sample_rows.tolist() == [short.row] and facts.sample_plan_rows.tolist() == [1]
+    assert facts.prompt_spans == () and facts.long_rows == ()
+
+
+def test_a_buffer_of_another_version_is_refused() -> None:
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    buffer = planner.plan({planner.request(range(3)): 3}).buffer
+    buffer[0] += 1
+    with pytest.raises(ValueError, match="version"):
+        StepFacts.of(buffer)
+
+
+async def test_signals_reach_the_loop_and_are_counted_once() -> None:
+    completion = native.Completion()
+    loop = asyncio.get_running_loop()
+    counts: asyncio.Queue[int] = asyncio.Queue()
+    loop.add_reader(completion.fileno(), lambda: counts.put_nowait(completion.take()))
+    assert completion.take() == 0
+    completion.signal()
+    completion.signal()
+    assert await counts.get() == 2
+    completion.signal()
+    assert await counts.get() == 1
+    loop.remove_reader(completion.fileno())
+    completion.close()
+    completion.close()
+    assert completion.fileno() == -1 and completion.take() == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        completion.enqueue(0)
+
+
+@pytest.mark.skipif(native.completion_unavailable() is None, reason="there is a CUDA driver")
+def test_without_a_driver_enqueue_says_so() -> None:
+    with pytest.raises(RuntimeError, match="CUDA driver cannot be opened"):
+        native.Completion().enqueue(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+async def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(InvalidConfig, match="no CUDA device"):
+        async with AsyncEngine(EngineConfig(model="shape:smollm2-135m", load_format="dummy", device="cuda")):
+            pass
+
+
+class Family(NamedTuple):
+    reference: PreTrainedModel
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["llama-biases", "mistral-window", "qwen3-tied"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Family(make_checkpoint(request.param, folder), folder)
+
+
+class OpsOnly:
+    """As much of a device as loading a model needs."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.ops = ops
+
+
+@pytest.fixture
+def forward(family: Family, level: int) -> StepForward:
+    ops = CudaOps(torch.device("cpu"), torch.float32)
+    reason = unavailable_reason(ops.device)
+    if reason is not None:
+        pytest.skip(reason)
+    if torch.cuda.is_available() or type(tl.sum).__name__ == "JITFunction":
+        pytest.skip("triton was imported before its interpreter was chosen")
+    config, resolved = resolve_for(str(family.folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS)
+    loaded = load_model(load_checkpoint(config.model), resolved, OpsOnly(ops))
+    spec = loaded.spec
+    shape = (spec.num_layers, NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, 2 * spec.head_dim)
+    return StepForward(
+        loaded.model,
+        spec,
+        ops,
+        list(torch.full(shape, float("nan")).unbind(0)),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=48,
+        max_blocks=MAX_LEN // BLOCK_SIZE,
+        buffer_words=4096,
+        optimization_level=level,
+    )
+
+
+def run_step(forward: StepForward, planner: Planner, chunks: dict[FakeRequest, int]) -> None:
+    """One greedy step as the runner takes it."""
+    plan = planner.plan(chunks)
+    forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
+    facts = StepFacts.of(plan.buffer)
+    with torch.no_grad():
+        output = forward.run(facts, is_greedy=True)
+        if facts.num_samples and not output.has_chosen:
+            at = output.inputs.sample_indices[: facts.num_samples]
+            forward.choose(output.hidden[at.long()], output.inputs.sample_rows[: facts.num_samples], output.ctx)
+    ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
+    assert not status.any()
+    planner.update(plan, ids.tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 2], ids=["eager", "buckets"])
+def test_padded_and_exact_steps_choose_what_transformers_would(
+    forward: StepForward, family: Family, level: int
+) -> None:
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
+    first, second, third = (planner.request(random_prompt(n, seed=n)) for n in (5, 23, 1))
+    with np.errstate(all="ignore"):
+        run_step(forward, planner, {first: 5})
+        run_step(forward, planner, {first: 1, second: 14})
+        run_step(forward, planner, {second: 9, third: 1, first: 1})
+        run_step(forward, planner, dict.fromkeys((first, second, third), 1))
+        run_step(forward, planner, {second: 1, first: 1})
+    assert forward.num_graphs == 0
+    for request in (first, second, third):
+        ids = torch.tensor([request.prompt + request.outputs])
+        with torch.no_grad():
+            expected = family.reference(ids).logits[0].argmax(-1)[len(request.prompt) - 1 : -1]
+        assert request.outputs == expected.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [2])
+def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) -> None:
+    from aioengine.graphs import Bucket
+
+    before = [t.clone() for t in (forward.block_table, forward.last_token, *forward._kv_caches)]
+    with torch.no_grad(), np.errstate(all="ignore"):
+        forward.prepare(Bucket(2, few_queries=True, chooses=True))
+    after = (forward.block_table, forward.last_token, *forward._kv_caches)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------
+
+
+async def generate(folder: str, prompts: list[list[int]], params: SamplingParams, **options: object) -> list[list[int]]:
+    """Tokens of all prompts, run together."""
+
+    async def one(engine: AsyncEngine, prompt: list[int]) -> list[int]:
+        found: list[int] = []
+        async for output in await engine.submit(prompt, params):
+            found += output.delta_token_ids
+        return found
+
+    config = EngineConfig(
+        model=folder,
+        device="cuda",
+        dtype="float16",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=200,
+        **options,
+    )
+    async with AsyncEngine(config) as engine:
+        return await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_tokens_on_the_gpu_are_those_of_the_model_alone(family: Family, level: int, ahead: bool) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (5, 23, 90, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = await generate(str(family.folder), prompts, params, optimization_level=level, async_scheduling=ahead)
+    model = family.reference
+    for prompt, outputs in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + outputs])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(outputs)[:, None])[:, 0]
+        # float16 may swap near-ties
+        assert len(outputs) == 12 and bool((logits.max(-1).values - chosen < 0.03).all())
+
+
+@gpu
+@pytest.mark.gpu
+async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(family: Family) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (5, 23)]
+    params = SamplingParams(
+        temperature=0.8, top_p=0.9, top_k=20, seed=3, max_tokens=12, ignore_eos=True, frequency_penalty=0.5, logprobs=2
+    )
+    both = await generate(str(family.folder), prompts, params)
+    alone = [(await generate(str(family.folder), [prompt], params))[0] for prompt in prompts]
+    assert both == alone
+
+
+@gpu
+@pytest.mark.gpu
+async def test_closing_gives_the_memory_back(family: Family) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    await generate(str(family.folder), [random_prompt(5)], params)
+    before = torch.cuda.memory_reserved()
+    await generate(str(family.folder), [random_prompt(5)], params)
+    assert torch.cuda.memory_reserved() <= before
