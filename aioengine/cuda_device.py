@@ -156,6 +156,7 @@ def _num_blocks(
     pool_bytes = cache.kv_cache_memory_bytes
     if pool_bytes is None:
         torch.cuda.reset_peak_memory_stats(device.device)
+        before = torch.cuda.memory_allocated(device.device)
         forward.profile(resolved.max_num_batched_tokens)
         device.stream.synchronize()
         peak = torch.cuda.max_memory_allocated(device.device)
@@ -165,7 +166,8 @@ def _num_blocks(
         # cuDNN's path gathers the keys and values of a whole context, twice over while it copies.
         gathered = 3 * resolved.max_model_len * spec.num_kv_heads * 2 * spec.head_dim * device.dtype.itemsize
         allowed = int(total * cache.gpu_memory_utilization)
-        pool_bytes = allowed - others - peak - gathered - GRAPH_RESERVE_BYTES
+        # Captured graphs keep the activations of the largest step once more, in a pool of their own.
+        pool_bytes = allowed - others - peak - (peak - before) - gathered - GRAPH_RESERVE_BYTES
     num_blocks = min(pool_bytes // block_bytes, (2**31 - 1) // resolved.block_size)
     if num_blocks < 2:
         raise InvalidConfig(

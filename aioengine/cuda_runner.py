@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,12 +117,16 @@ class CudaRunner:
         )
 
     def warm_up(self) -> None:
-        """Captures the decode graphs, largest first, so that smaller ones fit into its memory."""
+        """Captures the largest step and all decodes, largest first, so that the others fit into its memory."""
         assert self._forward is not None
+        buckets = self._forward.buckets
+        if not buckets:
+            return
+        decodes = buckets[: bisect_left(buckets, self._max_num_seqs) + 1]
         with torch.no_grad(), torch.cuda.stream(self._compute):
-            for size in sorted(self._forward.buckets, reverse=True):
-                if size <= max(self._max_num_seqs, 1):
-                    self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
+            self._forward.prepare(Bucket(buckets[-1], few_queries=False, chooses=False))
+            for size in reversed(decodes):
+                self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
             self._compute.synchronize()
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:

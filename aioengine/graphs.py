@@ -3,7 +3,7 @@
 `StepForward` owns what every step reads and writes at fixed addresses (the step buffer, the persistent block
 table and last tokens, the chosen tokens) and one captured graph per `Bucket`. A bucket seen for the first time
 runs its step eagerly, which compiles and warms what it needs, and is captured right after; capture executes
-nothing. Steps with more tokens than the largest bucket, and all steps at -O0, run eagerly at their own size.
+nothing. Steps with a chunk long enough for cuDNN, and all steps at -O0, run eagerly at their own size.
 
 All graphs share one memory pool: they run one after another on one stream, and nothing in the pool is read
 after the next replay has begun. Without CUDA (Triton's interpreter) everything runs eagerly, padded the same.
@@ -12,6 +12,7 @@ Called by `cuda_runner.py` on one stream, in launch order.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from aioengine.models import Model
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MIDDLE_STEP, LARGE_STEP, LARGE_FROM = 256, 512, 2048
+"""Larger buckets are this far apart, so that padding stays below a fifth of a step."""
 
 LONG_CHUNK = 2048
 """Chunks of so many queries go to cuDNN where it serves the layer."""
@@ -43,10 +46,11 @@ Ints = NDArray[np.int32]
 
 
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Sizes that steps are padded to: dense for few tokens, up to 512 or every row decoding once."""
-    largest = min(max(512, max_num_seqs), max_num_batched_tokens)
+    """Sizes that steps are padded to: dense for few tokens, up to the most that a step may have."""
+    largest = max(max_num_seqs, max_num_batched_tokens)
     sizes = [size for size in SMALL_BUCKETS if size < largest]
-    sizes += range(768, largest, 256)
+    sizes += range(SMALL_BUCKETS[-1] + MIDDLE_STEP, min(LARGE_FROM, largest), MIDDLE_STEP)
+    sizes += range(LARGE_FROM, largest, LARGE_STEP)
     return (*sizes, largest)
 
 
@@ -205,11 +209,12 @@ class StepForward:
 
     def run(self, facts: StepFacts, *, is_greedy: bool) -> StepOutput:
         """Runs the step that lies in `buffer`. `is_greedy`: every sample is the plain greedy choice."""
-        if not self.buckets or facts.num_tokens > self.buckets[-1]:
+        is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
+        if not self.buckets or is_long:
             return self._run_at_size(facts)
         few_queries = facts.max_query_len <= self._few_queries
         bucket = Bucket(
-            next(size for size in self.buckets if size >= facts.num_tokens),
+            self.buckets[bisect_left(self.buckets, facts.num_tokens)],
             few_queries,
             is_greedy and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
         )

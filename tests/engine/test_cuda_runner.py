@@ -8,6 +8,7 @@ without it, the tests that need it are skipped.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from aioengine.checkpoint import load_checkpoint
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
 from aioengine.graphs import StepFacts, StepForward, token_buckets
+from aioengine.kernels import attention_plan
+from aioengine.kernels.attention_plan import tile_for
 from aioengine.kernels.jit import tl, unavailable_reason
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.loader import load_model
@@ -37,10 +40,12 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_buckets_end_with_every_row_decoding_once() -> None:
-    assert token_buckets(64, 8192)[-1] == 512
-    assert token_buckets(1024, 8192)[-3:] == (512, 768, 1024)
+def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
+    buckets = token_buckets(512, 8192)
+    assert buckets[-1] == 8192 and 512 in buckets
+    assert all(b - a <= max(128, a // 2) for a, b in zip(buckets[4:], buckets[5:], strict=False))
     assert token_buckets(4, 100)[-2:] == (96, 100)
+    assert token_buckets(4, 2048)[-2:] == (1792, 2048)
     assert token_buckets(1, 1) == (1,)
 
 
@@ -113,7 +118,18 @@ class OpsOnly:
 
 
 @pytest.fixture
-def forward(family: Family, level: int) -> StepForward:
+def small_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention launches of few programs: the interpreter runs them one after another."""
+
+    def small(group: int, few_queries: bool) -> attention_plan.Tile:
+        tile = tile_for(group, few_queries)
+        return dataclasses.replace(tile, block_m=min(tile.block_m, 32), target_programs=4)
+
+    monkeypatch.setattr(attention_plan, "tile_for", small)
+
+
+@pytest.fixture
+def forward(family: Family, level: int, small_grids: None) -> StepForward:
     ops = CudaOps(torch.device("cpu"), torch.float32)
     reason = unavailable_reason(ops.device)
     if reason is not None:
