@@ -31,8 +31,12 @@ GRAPH_RESERVE_BYTES = 1 << 30
 """Kept free for captured graphs and for what libraries allocate at their first use."""
 
 
+_free_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams of closed devices. Libraries keep a workspace for every stream, so streams are used again."""
+
+
 class CudaDevice:
-    """The first GPU that this program sees. All work runs on `stream`."""
+    """The current GPU. All work runs on `stream`, which no other open device has."""
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         """
@@ -57,7 +61,9 @@ class CudaDevice:
         if reason is not None:
             raise InvalidConfig(f"device=cuda cannot be used: {reason}", param="device")
         self.dtype = DTYPES[resolved.dtype]
-        self.stream = torch.cuda.Stream(self.device)
+        free = _free_streams.setdefault(self.device, [])
+        self.stream = free.pop() if free else torch.cuda.Stream(self.device)
+        self._is_open = True
         self._ops = CudaOps(self.device, self.dtype)
 
     @property
@@ -76,7 +82,10 @@ class CudaDevice:
         return EagerForward(model, kv_caches, self._ops)
 
     def close(self) -> None:
-        gc.collect()
+        if self._is_open:
+            self._is_open = False
+            _free_streams[self.device].append(self.stream)
+        gc.collect()  # a model and its layers may refer to each other
         torch.cuda.empty_cache()
 
 
