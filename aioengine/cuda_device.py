@@ -152,6 +152,7 @@ def make_cuda_runner(
         vocab_size=spec.vocab_size,
         max_num_seqs=resolved.max_num_seqs,
         max_in_flight=max_in_flight,
+        max_chunk=min(resolved.max_num_batched_tokens, resolved.max_model_len),
     )
     runner.warm_up()
     return runner

@@ -74,6 +74,7 @@ class CudaRunner:
 
     Args:
         max_in_flight: steps launched and not yet resolved at most.
+        max_chunk: most prompt tokens of one request in a step.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class CudaRunner:
         vocab_size: int,
         max_num_seqs: int,
         max_in_flight: int,
+        max_chunk: int,
     ) -> None:
         self.memory = memory
         self._model: Model | None = model
         self._forward: StepForward | None = forward
         self._device = device
         self._max_num_seqs = max_num_seqs
+        self._max_chunk = max_chunk
         self._compute = stream
         self._side = torch.cuda.Stream(stream.device)
         with torch.cuda.stream(stream):
@@ -127,6 +130,7 @@ class CudaRunner:
             self._forward.prepare(Bucket(buckets[-1], few_queries=False, chooses=False))
             for size in reversed(decodes):
                 self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
+            self._forward.warm_long_chunks(self._max_chunk)
             self._compute.synchronize()
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:

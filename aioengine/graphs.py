@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
 from aioengine.kernels import step as layout
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
-from aioengine.kernels.attention_prefill import LongRow, unsupported_reason
+from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
 from aioengine.kernels.keep import keep_greedy
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
@@ -39,7 +39,7 @@ SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MIDDLE_STEP, LARGE_STEP, LARGE_FROM = 256, 512, 2048
 """Larger buckets are this far apart, so that padding stays below a fifth of a step."""
 
-LONG_CHUNK = 2048
+LONG_CHUNK = SIZES[0]
 """Chunks of so many queries go to cuDNN where it serves the layer."""
 
 Ints = NDArray[np.int32]
@@ -201,7 +201,7 @@ class StepForward:
         """Greedy choices: token ids, then statuses."""
         largest = self.buckets[-1] if self.buckets else 0
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
-        self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None, None)
+        self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
 
     @property
     def num_graphs(self) -> int:
@@ -239,12 +239,18 @@ class StepForward:
             self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
             self._enter(bucket)
 
+    def warm_long_chunks(self, max_chunk: int) -> None:
+        """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need; about 0.1 s each."""
+        if self.cudnn_refusal is None and 0 in self._windows:
+            spec = self._spec
+            warm(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._ops.dtype, self._device, max_chunk)
+
     def profile(self, num_tokens: int) -> None:
         """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""
         self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
         rows = min(self._max_num_seqs, num_tokens)
         inputs = StepInputs.empty(num_tokens, rows, rows, self.block_table.shape[1], self._device)
-        plans = {w: self._make_plan(num_tokens, rows, False, w, None, self._shared_plan) for w in self._windows}
+        plans = {w: self._make_plan(num_tokens, rows, False, w, self._shared_plan) for w in self._windows}
         entry = _Entry(inputs, self._metadata(inputs, plans, ()))
         hidden = self._forward(entry)
         logits = self._model.logits(hidden[:rows], StepContext(self._ops, entry.attention, self._kv_caches))
@@ -265,7 +271,7 @@ class StepForward:
         rows = min(bucket.num_tokens, self._max_num_seqs)
         inputs = StepInputs.empty(bucket.num_tokens, rows, rows, self.block_table.shape[1], self._device)
         plans = {
-            window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, None, self._shared_plan)
+            window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
             for window in self._windows
         }
         entry = _Entry(inputs, self._metadata(inputs, plans, ()))
@@ -295,25 +301,29 @@ class StepForward:
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
         plans = {}
         for window in self._windows:
-            skip_from = LONG_CHUNK if long_rows and window == 0 else None
             plans[window] = self._make_plan(
                 facts.num_tokens,
                 facts.num_rows,
                 facts.max_query_len <= self._few_queries,
                 window,
-                skip_from,
                 self._shared_plan,
             )
         entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
-        hidden = self._forward(entry)
+        skip = None
+        if long_rows:
+            counts = np.zeros(facts.num_rows, np.int32)
+            counts[[row.row for row in long_rows]] = [row.num_covered for row in long_rows]
+            skip = torch.from_numpy(counts).to(self._device, non_blocking=True)
+        hidden = self._forward(entry, skip)
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
         return StepOutput(hidden, inputs, ctx, False)
 
-    def _forward(self, entry: _Entry) -> torch.Tensor:
+    def _forward(self, entry: _Entry, skip: torch.Tensor | None = None) -> torch.Tensor:
+        """`skip`: how many of each row's first queries cuDNN attends, in layers that see all."""
         inputs = entry.inputs
         unpack(self.buffer, self.block_table, self.last_token, self._block_size, inputs)
-        for plan in entry.attention.plans.values():
-            fill_plan(plan, inputs.query_start_loc, inputs.seq_lens)
+        for window, plan in entry.attention.plans.items():
+            fill_plan(plan, inputs.query_start_loc, inputs.seq_lens, skip if window == 0 else None)
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
         return self._model.forward(inputs.input_ids, inputs.positions, ctx)
 
@@ -323,7 +333,6 @@ class StepForward:
         num_rows: int,
         few_queries: bool,
         window: int,
-        skip_from: int | None,
         share: AttentionPlan | None,
     ) -> AttentionPlan:
         spec = self._spec
@@ -336,7 +345,6 @@ class StepForward:
             self._device,
             window=window,
             decode_only=few_queries,
-            skip_from=skip_from,
             share=share,
         )
 
