@@ -171,8 +171,7 @@ class CudaOps:
     ) -> torch.Tensor:
         assert isinstance(meta, DeviceAttention), type(meta)
         plan = meta.plans[window]
-        # The layer's rope_and_cache has waited for the kernel that filled the plan.
-        out = attention.paged_attention(q, kv_cache, meta.block_table, plan, scale, softcap, is_settled=True)
+        out = attention.paged_attention(q, kv_cache, meta.block_table, plan, scale, softcap)
         if meta.long_rows and window == 0:
             attention_prefill.long_prefill_attention(out, q, kv_cache, meta.block_table, meta.long_rows, scale)
         return out
