@@ -38,6 +38,21 @@ async def cancel_the_reader(engine: AsyncEngine, prompt: str, params: SamplingPa
         await task
 
 
+async def cancel_the_reader_of_a_stream(
+    engine: AsyncEngine, prompt: str, params: SamplingParams, num_read: int
+) -> None:
+    """As above, without the generator around the stream."""
+    stream = await engine.submit(prompt, params)
+    for _ in range(num_read):
+        await anext(stream)
+    task = asyncio.create_task(read(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert stream.is_closed
+
+
 async def abort_the_stream(engine: AsyncEngine, prompt: str, params: SamplingParams, num_read: int) -> None:
     stream = await engine.submit(prompt, params)
     for _ in range(num_read):
@@ -71,8 +86,13 @@ async def abort_by_label(engine: AsyncEngine, prompt: str, params: SamplingParam
 
 Leave = Callable[[AsyncEngine, str, SamplingParams, int], Awaitable[None]]
 WAYS: list[Leave] = [
-    cancel_the_reader, abort_the_stream, leave_the_context, close_the_generator, abort_by_label
-]  # fmt: skip
+    cancel_the_reader,
+    cancel_the_reader_of_a_stream,
+    abort_the_stream,
+    leave_the_context,
+    close_the_generator,
+    abort_by_label,
+]
 
 
 @pytest.mark.slow
