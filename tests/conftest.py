@@ -1,17 +1,24 @@
 """Fixtures that several kinds of tests share, and how long property tests search.
 
-Hypothesis is short and repeatable by default; --hypothesis-profile=long searches for minutes.
+Hypothesis is short and repeatable by default; --hypothesis-profile=long searches for minutes. Without a GPU,
+Triton kernels run in Triton's interpreter: that is chosen here, because it must be before the first import of
+a kernel file, and other folders' tests import some.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from aioengine.config import ModelConfig
 from aioengine.model_source import resolve_model
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
     "short",
@@ -25,6 +32,12 @@ settings.register_profile(
     "long", settings.get_profile("short"), max_examples=3000, derandomize=False, print_blob=True
 )
 settings.load_profile("short")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The mark `gpu` is enough: without a GPU such a test is skipped."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

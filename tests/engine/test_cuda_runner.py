@@ -1,25 +1,19 @@
 """The GPU path: buckets and facts of steps, padded forward passes, completion, and the runner itself on a GPU.
 
 Without a GPU the forward pass runs in Triton's interpreter, where a bucket is padded as on a device but never
-captured. The interpreter must be chosen before any kernel file is imported; where another test file came first
-without it, the tests that need it are skipped.
+captured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
@@ -29,15 +23,14 @@ from aioengine.fastcore import native
 from aioengine.graphs import StepFacts, StepForward, token_buckets
 from aioengine.kernels import attention_plan
 from aioengine.kernels.attention_plan import tile_for
-from aioengine.kernels.jit import tl, unavailable_reason
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.loader import load_model
+from tests.kernels.triton_here import need_triton
 from tests.models.plans import FakeRequest, Planner
 from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
@@ -131,11 +124,9 @@ def small_grids(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forward(family: Family, level: int, small_grids: None) -> StepForward:
     ops = CudaOps(torch.device("cpu"), torch.float32)
-    reason = unavailable_reason(ops.device)
-    if reason is not None:
-        pytest.skip(reason)
-    if torch.cuda.is_available() or type(tl.sum).__name__ == "JITFunction":
-        pytest.skip("triton was imported before its interpreter was chosen")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's test; on a GPU the tests marked gpu run the whole engine")
+    need_triton(ops.device)
     config, resolved = resolve_for(str(family.folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS)
     loaded = load_model(load_checkpoint(config.model), resolved, OpsOnly(ops))
     spec = loaded.spec
@@ -228,7 +219,6 @@ async def generate(folder: str, prompts: list[list[int]], params: SamplingParams
         return await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -245,7 +235,6 @@ async def test_tokens_on_the_gpu_are_those_of_the_model_alone(family: Family, le
         assert len(outputs) == 12 and bool((logits.max(-1).values - chosen < 0.03).all())
 
 
-@gpu
 @pytest.mark.gpu
 async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(family: Family) -> None:
     prompts = [random_prompt(n, seed=n) for n in (5, 23)]
@@ -257,7 +246,6 @@ async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(fa
     assert both == alone
 
 
-@gpu
 @pytest.mark.gpu
 async def test_closing_gives_the_memory_back(family: Family) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

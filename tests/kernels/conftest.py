@@ -1,19 +1,16 @@
 """Where kernel tests run: on the GPU when there is one, else in Triton's interpreter on the CPU.
 
-The interpreter must be chosen before any kernel file is imported, hence the environment variable here, at the
-import of the first file of this folder. Tests take `device`, `dtype` and `run` ("reference" or "triton").
+The interpreter must be chosen before any kernel file is imported, by whatever test comes first: the root
+conftest sets TRITON_INTERPRET. Tests take `device`, `dtype` and `run` ("reference" or "triton").
 """
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.triton_here import need_triton
 
 # Triton's interpreter computes wrong dot products from bfloat16.
 DTYPES = [torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.float16]
@@ -32,11 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(params=["reference", "triton"])
 def run(request: pytest.FixtureRequest, device: torch.device) -> str:
     if request.param == "triton":
-        from aioengine.kernels.jit import unavailable_reason
-
-        reason = unavailable_reason(device)
-        if reason is not None:
-            pytest.skip(reason)
+        need_triton(device)
     return request.param
 
 

@@ -13,8 +13,8 @@ import torch
 from aioengine.kernels import attention
 from aioengine.kernels.attention import paged_attention
 from aioengine.kernels.attention_plan import Tile, fill_list_ref, fill_plan, make_plan
-from aioengine.kernels.jit import unavailable_reason
 from tests.kernels.batches import RELATIVE_ERROR, PagedBatch, paged_batch, relative_error
+from tests.kernels.triton_here import need_triton
 
 MIXED = [(0, 5), (17, 1), (0, 1), (63, 1), (64, 2), (15, 17)]
 DECODES = [(0, 1), (15, 1), (16, 1), (130, 1), (63, 1)]
@@ -47,9 +47,7 @@ def attend_by_plan(batch: PagedBatch, scale: float, *, window: int = 0, decode_o
 def attend(request, device):
     if request.param == "reference":
         return attend_reference
-    reason = unavailable_reason(device)
-    if reason is not None:
-        pytest.skip(reason)
+    need_triton(device)
     return attend_by_plan
 
 
@@ -69,8 +67,7 @@ def test_paged_equals_dense(attend, lens, heads, dtype, device):
 
 
 def test_a_decode_only_plan_serves_any_batch(dtype, device):
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": device}
     for lens in (DECODES, MIXED):
         batch = paged_batch(lens, padding_tokens=5, padding_rows=2, **sizes)
@@ -171,8 +168,7 @@ def test_large_scores_do_not_overflow(attend, dtype, device):
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("lens", [MIXED, DECODES, [(3000, 70), (0, 200)], []])
 def test_work_lists_equal_the_reference_and_stay_in_bounds(lens, window, decode_only, device):
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
     for padding_tokens, padding_rows in ((0, 1), (33, 2)):
         counts = [query for _, query in lens] + [0] * padding_rows
         seq_lens = [context + query for context, query in lens] + [0] * padding_rows

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.jit import unavailable_reason
 from aioengine.kernels.linear import SkinnyTile
 from tests.kernels.batches import RELATIVE_ERROR, relative_error
+from tests.kernels.triton_here import need_triton
 
 # rows, outputs, inputs
 SHAPES = [(1, 48, 64), (1, 37, 200), (3, 37, 200), (8, 64, 96), (5, 16, 33), (0, 16, 16)]
@@ -22,8 +22,7 @@ def op(request, device):
     """op(name) is the function of that name, in the implementation under test."""
     if request.param == "reference":
         return lambda name: getattr(linear, f"{name}_ref")
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
     return lambda name: functools.partial(getattr(linear, name), tile=request.param)
 
 
@@ -87,8 +86,7 @@ def test_more_rows_than_the_kernel_takes_are_refused(device):
 
 
 def test_one_row_takes_its_inputs_in_several_pieces(device, dtype):
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
     h, weight, gain = operands((1, 24, 300), dtype, device)
     y = linear.norm_linear(h, gain, 1e-5, weight, tile=SkinnyTile(8, 64, 2))
     assert relative_error(y, normed(h, gain, 1e-5) @ weight.double().T) < RELATIVE_ERROR[dtype]

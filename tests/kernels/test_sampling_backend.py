@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels.jit import unavailable_reason
 from aioengine.sampler import OK, Sampler, SamplingPlan
 from aioengine.sampling_backend import KERNELS, REFERENCES, DeviceBackend
 from aioengine.types import SamplingParams
+from tests.kernels.triton_here import need_triton
 
 VOCAB = 130
 ROWS: list[dict[str, Any]] = [
@@ -35,8 +35,7 @@ EXTRAS: dict[int, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def needs_kernels(device: torch.device) -> None:
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
 
 
 def run(sampler: Sampler, batches: list[list[int]], device: torch.device) -> list[list[object]]:

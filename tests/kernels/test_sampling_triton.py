@@ -7,15 +7,14 @@ import torch
 
 from aioengine.kernels import sampling as references
 from aioengine.kernels import sampling_triton as kernels
-from aioengine.kernels.jit import unavailable_reason
+from tests.kernels.triton_here import need_triton
 
 VOCABULARIES = [5, 1000, 5000]
 
 
 @pytest.fixture(autouse=True)
 def needs_kernels(device):
-    if unavailable_reason(device) is not None:
-        pytest.skip(unavailable_reason(device))
+    need_triton(device)
 
 
 def logits(rows: int, vocab: int, device: torch.device, seed: int = 0) -> torch.Tensor:
