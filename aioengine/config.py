@@ -108,7 +108,6 @@ class RuntimeConfig:
         2, "0 runs every step eagerly; 1 and above replay CUDA graphs where the device has them."
     )
     log_stats_interval_s: float = option(10.0, "Seconds between log lines about queues and cache; 0 for none.")
-    disable_log_stats: bool = option(False, "Keep no statistics and export no metrics but the build's.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

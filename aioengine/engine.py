@@ -109,7 +109,8 @@ class AsyncEngine:
 
     def _assemble(self, parts: Parts) -> None:
         resolved, config = parts.resolved, self.config
-        if config.cache.prefix_caching_hash_algo != "sha256" and hash_root_seed() is None:
+        root_seed = hash_root_seed()
+        if config.cache.prefix_caching_hash_algo != "sha256" and root_seed is None:
             logger.info(
                 "block hashes have a random root: other processes cannot share this prefix cache; "
                 "PYTHONHASHSEED or --prefix-caching-hash-algo sha256 would let them"
@@ -128,7 +129,7 @@ class AsyncEngine:
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             max_in_flight=max_in_flight,
-            root_seed=hash_root_seed(),
+            root_seed=root_seed,
         )
         self._intake = Intake(
             parts.tokenizer,
