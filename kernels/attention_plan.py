@@ -43,11 +43,14 @@ class Tile:
     target_programs: int  # programs that fill the device, over all KV heads
 
 
-def tile_for(group: int, few_queries: bool) -> Tile:
-    """The tile for `group` query heads per KV head; measured on an H200 (`bench/results/`)."""
+def tile_for(group: int, few_queries: bool, num_rows: int = 64) -> Tile:
+    """The tile for `group` query heads per KV head; measured on an H200 (`bench/results/h200_kernels.json`).
+
+    A few decodes are a matter of latency and want a deeper pipeline, many of them one of more programs at once.
+    """
     if few_queries:
-        return Tile(max(16, triton.next_power_of_2(group)), 64, 4, 2, 256, 132 * 4)
-    return Tile(max(64, triton.next_power_of_2(group)), 64, 4, 2, 512, 132 * 4)
+        return Tile(max(16, triton.next_power_of_2(group)), 64, 4, 3 if num_rows <= 16 else 2, 256, 132 * 4)
+    return Tile(max(64, triton.next_power_of_2(group)), 64, 4, 3, 512, 132 * 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def make_plan(
     """
     require_kernels(device)
     group = num_heads // num_kv_heads
-    few = few or tile_for(group, few_queries=True)
+    few = few or tile_for(group, few_queries=True, num_rows=num_rows)
     many = many or tile_for(group, few_queries=False)
     lists = []
     slots = acc_size = 0

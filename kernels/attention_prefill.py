@@ -366,7 +366,8 @@ def long_prefill_attention(
 def warm(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_queries: int
 ) -> None:
-    """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`."""
+    """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`, and compiles the rest."""
+    _compile_rest(num_heads, head_dim, dtype, device)
     for num_queries in SIZES:
         if num_queries > max_queries:
             return
@@ -376,3 +377,15 @@ def warm(
             _dense(q, kv, head_dim**-0.5, is_causal=False)
             if num_keys == num_queries:
                 _dense(q, kv, head_dim**-0.5, is_causal=True)
+
+
+def _compile_rest(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One call of each merge: of two parts, and the first and last of more (in float32 between)."""
+    part = torch.zeros((SIZES[0], num_heads, head_dim), dtype=dtype, device=device)
+    lse = torch.zeros((num_heads, SIZES[0]), dtype=torch.float32, device=device).transpose(0, 1)
+    out = part.flatten(1)
+    running = out.float()
+    merge(out, part, lse, part, lse)
+    running_lse = merge(running, part, lse, part, lse)
+    merge(running, running.unflatten(1, (num_heads, head_dim)), running_lse, part, lse)
+    merge(out, running.unflatten(1, (num_heads, head_dim)), running_lse, part, lse)

@@ -215,9 +215,11 @@ def _few_rows_kernel(
 
 def skinny_tile(rows: int, num_out: int, num_in: int, gated: bool) -> SkinnyTile | None:
     """The tile for a product of `rows` rows, None where cuBLAS is faster; measured on an H200."""
-    if rows != 1:
+    if rows > 1:
+        return _few_rows_tile(rows, num_out, num_in, gated)
+    if gated and num_in > 2048:
         return None
-    if num_out * num_in > 100_000_000 and not gated:
+    if num_out * num_in > 100_000_000:
         return SkinnyTile(16, 256, 4)
     if num_out <= 2048 <= num_in:
         return SkinnyTile(4, 2048, 8)
@@ -226,6 +228,17 @@ def skinny_tile(rows: int, num_out: int, num_in: int, gated: bool) -> SkinnyTile
     if num_out <= 4096 and num_in <= 4096:
         return SkinnyTile(16, 512, 8)
     return SkinnyTile(4, 512, 4)
+
+
+def _few_rows_tile(rows: int, num_out: int, num_in: int, gated: bool) -> SkinnyTile | None:
+    """For 2 to 4 rows of small weights; beyond them multiply-and-add itself takes longer than reading."""
+    if rows > 4 or num_in > 4096 or num_out * num_in > 10_000_000:
+        return None
+    if num_out <= 2048 <= num_in:
+        return SkinnyTile(4, triton.next_power_of_2(num_in), 4)
+    if rows == 2 and num_in <= 1024:
+        return SkinnyTile(4, 1024, 2)
+    return None
 
 
 def _launch_skinny(
@@ -247,8 +260,8 @@ def _launch_skinny(
     if weight.shape[1] != num_in or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree and be row-major")
     tile = tile or skinny_tile(num_rows, num_out, num_in, gated)
-    if tile is None:
-        tile = SkinnyTile(4, triton.next_power_of_2(num_in), 8)
+    if tile is None:  # the caller insists: any tile that is right
+        tile = SkinnyTile(4, 512, 4) if num_rows == 1 else SkinnyTile(4, triton.next_power_of_2(num_in), 8)
     if num_rows > 1 and tile.block_k < num_in:
         raise ValueError(f"several rows need all {num_in} inputs in one tile; it takes {tile.block_k}")
     y = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)

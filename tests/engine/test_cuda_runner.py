@@ -114,8 +114,8 @@ class OpsOnly:
 def small_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention launches of few programs: the interpreter runs them one after another."""
 
-    def small(group: int, few_queries: bool) -> attention_plan.Tile:
-        tile = tile_for(group, few_queries)
+    def small(group: int, few_queries: bool, num_rows: int = 64) -> attention_plan.Tile:
+        tile = tile_for(group, few_queries, num_rows)
         return dataclasses.replace(tile, block_m=min(tile.block_m, 32), target_programs=4)
 
     monkeypatch.setattr(attention_plan, "tile_for", small)
