@@ -379,7 +379,7 @@ def warm(
                 _dense(q, kv, head_dim**-0.5, is_causal=True)
 
 
-def _compile_rest(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def _compile_rest(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """One call of each merge: of two parts, and the first and last of more (in float32 between)."""
     part = torch.zeros((SIZES[0], num_heads, head_dim), dtype=dtype, device=device)
     lse = torch.zeros((num_heads, SIZES[0]), dtype=torch.float32, device=device).transpose(0, 1)
