@@ -242,8 +242,7 @@ class StepForward:
     def warm_long_chunks(self, max_chunk: int) -> None:
         """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need; about 0.1 s each."""
         if self.cudnn_refusal is None and 0 in self._windows:
-            spec = self._spec
-            warm(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._ops.dtype, self._device, max_chunk)
+            warm(self._spec.num_heads, self._kv_caches[0], max_chunk)
 
     def profile(self, num_tokens: int) -> None:
         """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""

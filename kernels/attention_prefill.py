@@ -363,29 +363,35 @@ def long_prefill_attention(
             offset += size
 
 
-def warm(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_queries: int
-) -> None:
+def warm(num_heads: int, kv_cache: torch.Tensor, max_queries: int) -> None:
     """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`, and compiles the rest."""
-    _compile_rest(num_heads, head_dim, dtype, device)
+    _, num_kv_heads, _, width = kv_cache.shape
+    head_dim = width // 2
+    _compile_rest(num_heads, kv_cache)
     for num_queries in SIZES:
         if num_queries > max_queries:
             return
-        q = torch.zeros((num_queries, num_heads, head_dim), dtype=dtype, device=device)
+        q = kv_cache.new_zeros((num_queries, num_heads, head_dim))
         for num_keys in SIZES:
-            kv = torch.zeros((num_keys, num_kv_heads, 2 * head_dim), dtype=dtype, device=device)
+            kv = kv_cache.new_zeros((num_keys, num_kv_heads, width))
             _dense(q, kv, head_dim**-0.5, is_causal=False)
             if num_keys == num_queries:
                 _dense(q, kv, head_dim**-0.5, is_causal=True)
 
 
-def _compile_rest(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One call of each merge: of two parts, and the first and last of more (in float32 between)."""
-    part = torch.zeros((SIZES[0], num_heads, head_dim), dtype=dtype, device=device)
-    lse = torch.zeros((num_heads, SIZES[0]), dtype=torch.float32, device=device).transpose(0, 1)
+def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> None:
+    """One call of every kind of merge, and of the rest of a context: the null block's keys."""
+    num_queries, block_size, head_dim = SIZES[0], kv_cache.shape[2], kv_cache.shape[3] // 2
+    part = kv_cache.new_zeros((num_queries, num_heads, head_dim))
+    dense_lse = part.new_zeros((num_heads, num_queries), dtype=torch.float32).transpose(0, 1)
     out = part.flatten(1)
     running = out.float()
-    merge(out, part, lse, part, lse)
-    running_lse = merge(running, part, lse, part, lse)
-    merge(running, running.unflatten(1, (num_heads, head_dim)), running_lse, part, lse)
-    merge(out, running.unflatten(1, (num_heads, head_dim)), running_lse, part, lse)
+    blocks = torch.zeros(2, dtype=torch.int32, device=part.device)
+    context_attention(part, kv_cache, blocks[1:], block_size, head_dim**-0.5)  # tables begin anywhere
+    rest, rest_lse = context_attention(part, kv_cache, blocks, block_size, head_dim**-0.5)
+    merged, lse = part, dense_lse
+    for _ in range(2):  # of two parts, then of a running sum and one more
+        merge(out, merged, lse, part, dense_lse)
+        merge(out, merged, lse, rest, rest_lse)
+        lse = merge(running, merged, lse, part, dense_lse)
+        merged = running.unflatten(1, (num_heads, head_dim))

@@ -16,6 +16,7 @@ from aioengine.kernels.attention_prefill import (
     merge,
     merge_ref,
     unsupported_reason,
+    warm,
 )
 from tests.kernels.batches import RELATIVE_ERROR, paged_batch, relative_error
 from tests.kernels.triton_here import need_triton
@@ -70,6 +71,30 @@ def test_squares_rectangles_and_the_paged_rest_cover_the_batch(dtype, device, mo
     real = sum(batch.query_lens)
     assert relative_error(out[:real], batch.dense(0.2)[:real]) < RELATIVE_ERROR[dtype]
     assert bool((out[real:] == 0).all())
+
+
+def test_warming_asks_cudnn_for_every_shape_that_chunks_will_need(dtype, device, monkeypatch):
+    asked = set()
+
+    def dense(q, kv, scale, is_causal):
+        asked.add((q.shape, q.stride(), kv.shape, kv.stride(), is_causal))
+        return dense_in_torch(q, kv, scale, is_causal)
+
+    monkeypatch.setattr(attention_prefill, "SIZES", (16, 32))
+    monkeypatch.setattr(attention_prefill, "_dense", dense)
+    lens = [(20, 17), (70, 40), (0, 32), (32, 31)]
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    warm(4, batch.kv_cache, 40)
+    warmed = set(asked)
+    asked.clear()
+    starts = batch.query_start_loc.tolist()
+    rows = [LongRow(r, starts[r], new, context) for r, (context, new) in enumerate(lens)]
+    out = torch.empty_like(batch.q)
+    long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
+    assert asked and asked <= warmed
+    asked.clear()
+    warm(4, batch.kv_cache, 31)
+    assert {q[0] for q, *_ in asked} == {16}
 
 
 def test_merge_equals_the_reference_far_apart_and_close(dtype, device):
