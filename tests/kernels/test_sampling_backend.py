@@ -86,6 +86,7 @@ def test_broken_row_fails_alone_over_kernels(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_sampling_never_waits_for_the_device(device: torch.device) -> None:
     sampler = Sampler(VOCAB, 16, device)
     for row, params in enumerate(ROWS):
