@@ -30,4 +30,6 @@ cdef class BlockPool:
     cdef int32_t take(self) except -1
     cdef int acquire(self, int32_t block_id) except -1
     cdef int release(self, int32_t block_id) except -1
+    cdef int touch(self, int32_t block_id) except -1
+    cdef int move_to_head(self, int32_t block_id) except -1
     cdef int check_id(self, int32_t block_id) except -1

@@ -88,6 +88,18 @@ cdef class BlockPool:
         self.num_returned += 1
         return 0
 
+    cdef int touch(self, int32_t block_id) except -1:
+        """Makes a free hashed block the one used last."""
+        unlink(self.blocks, block_id)
+        link(self.blocks, block_id, self.blocks[self.num_blocks].prev, self.num_blocks)
+        return 0
+
+    cdef int move_to_head(self, int32_t block_id) except -1:
+        """Makes a free block that lost its hash the next victim."""
+        unlink(self.blocks, block_id)
+        link(self.blocks, block_id, self.num_blocks, self.blocks[self.num_blocks].next)
+        return 0
+
     cdef int check_id(self, int32_t block_id) except -1:
         if not 0 < block_id < self.num_blocks:
             raise IndexError(f"block id {block_id} is not between 1 and {self.num_blocks - 1}")

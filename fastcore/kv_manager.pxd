@@ -1,5 +1,5 @@
 # Blocks of requests: prefix hits, allocation, publication, release.
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.block_pool cimport BlockPool
@@ -19,5 +19,6 @@ cdef class KVManager:
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cpdef int release(self, Request request) except -1
+    cdef int offer(self, Request request, int32_t at) except -1
     cdef int take_blocks(self, Request request, int32_t wanted) except -1
     cdef int ensure_hashes(self, Request request, int32_t count) except -1

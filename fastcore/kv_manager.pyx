@@ -16,6 +16,7 @@ import cython
 
 from aioengine.fastcore.block_hash cimport CHECKED
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 
 
 @cython.final
@@ -108,20 +109,41 @@ cdef class KVManager:
         self.ensure_hashes(request, full)
         cdef int32_t i
         for i in range(request.num_published, full):
-            self.prefix_map.insert(request.blocks[i], &request.hashes[i])
+            self.offer(request, i)
         request.num_published = full
         return 0
 
+    cdef int offer(self, Request request, int32_t at) except -1:
+        """Indexes a full block of a request if its parent is indexed and its hash is not."""
+        cdef int32_t parent = ROOT
+        cdef uint32_t lane = 0
+        if at == 0:
+            lane = lane_of(request.first_tail, request.tokens[0])
+        else:
+            parent = request.blocks[at - 1]
+            if not self.pool.blocks[parent].flags & HASHED:  # a duplicate: its twin is the parent
+                parent = self.prefix_map.find(&request.hashes[at - 1])
+                if parent == NULL_BLOCK:
+                    return 0
+        return self.prefix_map.insert(request.blocks[at], &request.hashes[at], parent, lane)
+
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
-        cdef int32_t i
+        cdef int32_t i, twin
         cdef Block* block
+        # Duplicates take their twins' places, if those were evicted meanwhile, and all below them come back.
+        for i in range(request.num_published):
+            block = &self.pool.blocks[request.blocks[i]]
+            if block.num_refs == 1 and not block.flags & HASHED:
+                self.offer(request, i)
         for i in range(request.num_blocks - 1, -1, -1):
             block = &self.pool.blocks[request.blocks[i]]
-            # A duplicate takes its twin's place if the twin was evicted meanwhile.
-            if i < request.num_published and block.num_refs == 1 and not block.flags & HASHED:
-                self.prefix_map.insert(request.blocks[i], &request.hashes[i])
             self.pool.release(request.blocks[i])
+            if i < request.num_published and not block.flags & HASHED:
+                # The use of a duplicate is a use of its twin, or the twin would go before its children.
+                twin = self.prefix_map.find(&request.hashes[i])
+                if twin != NULL_BLOCK and self.pool.blocks[twin].num_refs == 0:
+                    self.pool.touch(twin)
             if CHECKED:
                 request.blocks[i] = -0x55555556
         request.num_blocks = request.num_published = 0

@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher, Hash
 from aioengine.fastcore.block_pool cimport BlockPool
+from aioengine.fastcore.prefix_tree cimport PrefixTree
 
 
 cdef struct Slot:
@@ -12,10 +13,12 @@ cdef struct Slot:
 
 cdef class PrefixMap:
     cdef BlockPool pool
+    cdef readonly PrefixTree tree
     cdef Slot* slots
     cdef uint32_t mask
     cdef readonly int32_t num_entries
 
     cdef int32_t find(self, const Hash* hash) noexcept
-    cdef int insert(self, int32_t block_id, const Hash* hash) except -1
-    cdef int remove(self, int32_t block_id) except -1
+    cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1
+    cdef int32_t remove(self, int32_t block_id) except -1
+    cdef int erase(self, int32_t block_id) except -1

@@ -3,6 +3,7 @@
 from typing import final
 
 from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.prefix_tree import PrefixTree
 
 @final
 class PrefixMap:
@@ -12,6 +13,8 @@ class PrefixMap:
     """
 
     num_entries: int
+    tree: PrefixTree
+    """Which indexed block continues which."""
 
     def __init__(self, pool: BlockPool) -> None: ...
     @property
@@ -21,9 +24,16 @@ class PrefixMap:
         """Forgets every entry; the blocks stay where they are."""
     def find_bytes(self, digest: bytes) -> int:
         """The block with this hash, or 0."""
-    def insert_bytes(self, block_id: int, digest: bytes) -> bool:
-        """Indexes a block that has no hash; False if another block has this hash."""
-    def remove_id(self, block_id: int) -> None:
-        """Takes a block out of the index; ValueError if it is not in it."""
+    def insert_bytes(self, block_id: int, digest: bytes, parent: int = 0, lane: int = 0) -> bool:
+        """Indexes a block that has no hash below an indexed one or the root (0).
+
+        Returns:
+            False if another block has this hash.
+
+        Raises:
+            ValueError: the block is indexed, or its parent is not.
+        """
+    def remove_id(self, block_id: int) -> int:
+        """Takes a block and all below it out of the index; returns how many; ValueError if it is not in it."""
     def check(self) -> None:
         """Raises AssertionError if entries and block records contradict each other."""

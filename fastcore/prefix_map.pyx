@@ -1,8 +1,9 @@
 """Open-addressing map from a block's prefix hash to the block's id.
 
-Owns the slots and, through them, each block's `hash` and its HASHED flag: a block is flagged exactly while
-the map leads to it. `kv_manager` inserts full blocks and removes victims. One entry per hash: a second
-block with an equal hash is refused by `insert` and stays an unhashed duplicate (its request keeps it, A11).
+Owns the slots, the tree of what is indexed, and through them each block's `hash` and its HASHED flag: a block
+is flagged exactly while the map leads to it. `kv_manager` inserts full blocks and removes victims. One entry
+per hash: a second block with an equal hash is refused by `insert` and stays an unhashed duplicate (its
+request keeps it, A11). Removing a block removes all that was computed after it: no lookup could reach it.
 
 Linear probing in a table of fixed size, at most half full; deletion shifts the following entries back, so
 there are no tombstones and a lookup never gets slower with churn.
@@ -15,6 +16,7 @@ from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED, same_hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+from aioengine.fastcore.prefix_tree cimport ROOT, Node
 
 
 @cython.final
@@ -28,6 +30,7 @@ cdef class PrefixMap:
         if self.slots == NULL:
             raise MemoryError()
         self.mask = <uint32_t> (capacity - 1)
+        self.tree = PrefixTree(pool.num_blocks)
 
     def __dealloc__(self):
         PyMem_Free(self.slots)
@@ -42,8 +45,11 @@ cdef class PrefixMap:
             at = (at + 1) & self.mask
         return NULL_BLOCK
 
-    cdef int insert(self, int32_t block_id, const Hash* hash) except -1:
-        """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11)."""
+    cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1:
+        """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11).
+
+        `parent` is the indexed block before it, or ROOT; then `lane` says which children of the root it joins.
+        """
         cdef Block* block = &self.pool.blocks[block_id]
         if CHECKED and (block.flags & HASHED or block_id == NULL_BLOCK):
             raise AssertionError(f"block {block_id} must not be hashed now")
@@ -55,13 +61,36 @@ cdef class PrefixMap:
             at = (at + 1) & self.mask
         self.slots[at].block_id = block_id
         self.slots[at].tag = tag
+        self.tree.attach(block_id, parent, lane)
         block.hash = hash[0]
         block.flags |= HASHED
         self.num_entries += 1
         return 1
 
-    cdef int remove(self, int32_t block_id) except -1:
-        """Takes a block out of the index and clears its flag, before it gets other content (INV-22)."""
+    cdef int32_t remove(self, int32_t block_id) except -1:
+        """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.
+
+        Leaves first, the newest first; what has no owner is the next victim from now on.
+        """
+        cdef Node* nodes = self.tree.nodes
+        cdef int32_t at = block_id
+        cdef int32_t parent
+        cdef int32_t count = 0
+        while True:
+            while nodes[at].first_child != ROOT:
+                at = nodes[at].first_child
+            parent = nodes[at].parent
+            self.tree.detach(at)
+            self.erase(at)
+            count += 1
+            if self.pool.blocks[at].num_refs == 0:
+                self.pool.move_to_head(at)
+            if at == block_id:
+                return count
+            at = parent
+
+    cdef int erase(self, int32_t block_id) except -1:
+        """Frees a block's slot and clears its flag."""
         cdef Block* block = &self.pool.blocks[block_id]
         cdef uint32_t hole = home(&block.hash, self.mask)
         while self.slots[hole].block_id != block_id:
@@ -90,6 +119,7 @@ cdef class PrefixMap:
         for i in range(self.pool.num_blocks):
             self.pool.blocks[i].flags &= ~<uint32_t> HASHED
         memset(self.slots, 0, (<size_t> self.mask + 1) * sizeof(Slot))
+        self.tree.clear()
         self.num_entries = 0
 
     @property
@@ -102,18 +132,20 @@ cdef class PrefixMap:
         cdef Hash hash = from_bytes(digest)
         return self.find(&hash)
 
-    def insert_bytes(self, int32_t block_id, bytes digest not None):
-        """Indexes a block; False if another block has this hash."""
+    def insert_bytes(self, int32_t block_id, bytes digest not None, int32_t parent=ROOT, uint32_t lane=0):
+        """Indexes a block as a child of another or of the root; False if another block has this hash."""
         cdef Hash hash = from_bytes(digest)
         if not 0 < block_id < self.pool.num_blocks or self.pool.blocks[block_id].flags & HASHED:
             raise ValueError(f"block {block_id} cannot be indexed")
-        return bool(self.insert(block_id, &hash))
+        if parent != ROOT and self.tree.parent_of(parent) is None:
+            raise ValueError(f"block {parent} is not indexed and can have no child")
+        return bool(self.insert(block_id, &hash, parent, lane))
 
     def remove_id(self, int32_t block_id):
-        """Takes a block out of the index."""
+        """Takes a block and all below it out of the index; returns how many those were."""
         if not 0 < block_id < self.pool.num_blocks or not self.pool.blocks[block_id].flags & HASHED:
             raise ValueError(f"block {block_id} is not indexed")
-        self.remove(block_id)
+        return self.remove(block_id)
 
     def check(self):
         """Every entry leads to a flagged block that a lookup finds, and every flag has an entry."""
@@ -129,8 +161,12 @@ cdef class PrefixMap:
             assert block.flags & HASHED, f"block {self.slots[at].block_id} is indexed but not flagged"
             assert self.slots[at].tag == tag_of(&block.hash), f"slot {at} has the wrong tag"
             assert self.find(&block.hash) == self.slots[at].block_id, f"lookup misses slot {at}"
-        for at in range(<size_t> self.pool.num_blocks):
+        self.tree.check()
+        for at in range(1, <size_t> self.pool.num_blocks):
             flagged += self.pool.blocks[at].flags & HASHED
+            assert bool(self.pool.blocks[at].flags & HASHED) == (self.tree.parent_of(at) is not None), (
+                f"block {at} is in one of map and tree only"
+            )
         assert entries == self.num_entries == flagged, f"{entries}, {self.num_entries}, {flagged} entries"
 
 

@@ -20,11 +20,12 @@ class NaivePool:
         self.free = list(range(1, num_blocks))
         self.key_of: dict[int, Key] = {}
         self.block_of: dict[Key, int] = {}
+        self.children: dict[int, list[int]] = {0: []}  # of each indexed block and of the root, oldest first
 
     def take(self) -> int:
         block_id = self.free.pop(0)
-        self.forget(block_id)
         self.num_refs[block_id] = 1
+        self.forget(block_id)
         return block_id
 
     def acquire(self, block_id: int) -> None:
@@ -37,15 +38,34 @@ class NaivePool:
         if self.num_refs[block_id] == 0:
             self.free.insert(len(self.free) if block_id in self.key_of else 0, block_id)
 
-    def index(self, block_id: int, key: Key) -> bool:
+    def touch(self, block_id: int) -> None:
+        self.free.remove(block_id)
+        self.free.append(block_id)
+
+    def index(self, block_id: int, key: Key, parent: int = 0) -> bool:
         if key in self.block_of:
             return False
         self.block_of[key], self.key_of[block_id] = block_id, key
+        self.children[parent].append(block_id)
+        self.children[block_id] = []
         return True
 
-    def forget(self, block_id: int) -> None:
-        if block_id in self.key_of:
-            del self.block_of[self.key_of.pop(block_id)]
+    def forget(self, block_id: int) -> int:
+        """Takes a block and all below it out of the index; those without an owner become the next victims."""
+        if block_id not in self.key_of:
+            return 0
+        count = 1 + sum(self.forget(child) for child in reversed(list(self.children[block_id])))
+        del self.block_of[self.key_of.pop(block_id)], self.children[block_id]
+        for siblings in self.children.values():
+            if block_id in siblings:
+                siblings.remove(block_id)
+        if block_id in self.free:
+            self.free.remove(block_id)
+            self.free.insert(0, block_id)
+        return count
+
+    def clear(self) -> None:
+        self.key_of, self.block_of, self.children = {}, {}, {0: []}
 
 
 @dataclass(eq=False)
@@ -103,22 +123,28 @@ class NaiveKV:
 
     def publish(self, table: NaiveTable, num_computed: int) -> None:
         while self.caching and table.num_published < num_computed // self.block_size:
-            i = table.num_published
-            self.pool.index(table.blocks[i], self.key(table, i))
+            self.offer(table, table.num_published)
             table.num_published += 1
 
+    def offer(self, table: NaiveTable, i: int) -> None:
+        parent = self.pool.block_of.get(self.key(table, i - 1)) if i else 0
+        if parent is not None:
+            self.pool.index(table.blocks[i], self.key(table, i), parent)
+
     def release(self, table: NaiveTable) -> None:
+        for i in range(table.num_published):
+            if self.pool.num_refs[table.blocks[i]] == 1 and table.blocks[i] not in self.pool.key_of:
+                self.offer(table, i)
         for i in reversed(range(len(table.blocks))):
-            block_id = table.blocks[i]
-            last_owner = self.pool.num_refs[block_id] == 1
-            if i < table.num_published and last_owner and block_id not in self.pool.key_of:
-                self.pool.index(block_id, self.key(table, i))
-            self.pool.release(block_id)
+            self.pool.release(table.blocks[i])
+            if i < table.num_published and table.blocks[i] not in self.pool.key_of:
+                twin = self.pool.block_of.get(self.key(table, i))
+                if twin in self.pool.free:
+                    self.pool.touch(twin)
         table.blocks, table.num_published = [], 0
 
     def reset(self) -> bool:
         if len(self.pool.free) < self.pool.num_blocks - 1:
             return False
-        self.pool.key_of.clear()
-        self.pool.block_of.clear()
+        self.pool.clear()
         return True

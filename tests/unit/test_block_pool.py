@@ -89,9 +89,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.take_id() == 0
             return
         victim = self.twin.free[0]
-        if victim in self.twin.key_of:
-            self.index.remove_id(victim)
+        is_indexed = victim in self.twin.key_of
         assert self.pool.take_id() == self.twin.take() == victim
+        if is_indexed:
+            self.index.remove_id(victim)
 
     @precondition(lambda self: self.has(owned=True))
     @rule(data=st.data())
@@ -114,20 +115,20 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="cannot be indexed"):
                 self.index.insert_bytes(block_id, digest)
         else:
-            assert self.index.insert_bytes(block_id, digest) == self.twin.index(block_id, (digest,))
+            parent = data.draw(st.sampled_from([0, *sorted(self.twin.key_of)]))
+            inserted = self.twin.index(block_id, (digest,), parent)
+            assert self.index.insert_bytes(block_id, digest, parent) == inserted
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         if self.twin.key_of:
             block_id = data.draw(st.sampled_from(sorted(self.twin.key_of)))
-            self.index.remove_id(block_id)
-            self.twin.forget(block_id)
+            assert self.index.remove_id(block_id) == self.twin.forget(block_id)
 
     @rule()
     def clear(self) -> None:
         self.index.clear()
-        self.twin.key_of.clear()
-        self.twin.block_of.clear()
+        self.twin.clear()
 
     @invariant()
     def agrees_with_the_twin(self) -> None:
@@ -140,6 +141,9 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in range(1, self.twin.num_blocks):
             assert self.pool.num_refs(block_id) == self.twin.num_refs[block_id]
             assert self.pool.is_hashed(block_id) == (block_id in self.twin.key_of)
+            children = self.twin.children.get(block_id, [])
+            assert self.index.tree.children_of(block_id) == children[::-1]
+        assert self.index.tree.children_of(0) == self.twin.children[0][::-1]  # all in lane 0
         for digest in DIGESTS:
             assert self.index.find_bytes(digest) == self.twin.block_of.get((digest,), 0)
 

@@ -132,6 +132,38 @@ def test_duplicate_takes_the_place_of_its_evicted_twin() -> None:
     kv.check([again, other])
 
 
+def test_blocks_below_an_evicted_twin_come_back_with_the_duplicate() -> None:
+    kv = KVManager(7, 2)
+    first, twin = prompt(0, 1), prompt(0, 1, 2, 3)
+    for request in (first, twin):
+        kv.admit(request, 0, request.num_tokens)
+    for request in (first, twin):
+        kv.publish(request, request.num_tokens)
+    (root,), (copy, child) = first.block_ids(), twin.block_ids()
+    assert kv.prefix_map.tree.parent_of(child) == root and not kv.pool.is_hashed(copy)
+    kv.release(first)
+    other = prompt(*range(7, 15))
+    kv.extend(other, 8)  # takes the root
+    assert kv.prefix_map.num_entries == 0  # the child cannot be reached any more, so it went along
+    kv.check([twin, other])
+    kv.release(twin)
+    assert kv.match(prompt(0, 1, 2, 3, 4)) == 2 and kv.prefix_map.tree.parent_of(child) == copy
+    kv.check([other])
+
+
+def test_use_of_a_duplicate_is_use_of_its_twin() -> None:
+    kv = KVManager(8, 2)
+    first, twin, newer = prompt(0, 1), prompt(0, 1, 2, 3), prompt(8, 9)
+    for request in (first, twin, newer):
+        kv.admit(request, 0, request.num_tokens)
+    for request in (first, twin, newer):
+        kv.publish(request, request.num_tokens)
+    (root,), (_, child), (block,) = first.block_ids(), twin.block_ids(), newer.block_ids()
+    for request in (first, newer, twin):
+        kv.release(request)
+    assert kv.pool.free_ids()[-3:] == [block, child, root]
+
+
 def test_stepwise_hashes_equal_hashes_at_once() -> None:
     kv = KVManager(20, 4)
     ids = list(range(100, 130))
@@ -236,6 +268,10 @@ class KVMachine(RuleBasedStateMachine):
         assert self.kv.pool.free_ids() == self.twin.pool.free
         for request, table, _ in self.live:
             assert request.block_ids() == table.blocks
+        order = {block_id: at for at, block_id in enumerate(self.kv.pool.free_ids())}
+        for block_id in order:  # a leaf goes before its parent, so that nothing unreachable lingers
+            parent = self.kv.prefix_map.tree.parent_of(block_id)
+            assert not parent or order.get(parent, len(order)) > order[block_id]
         indexed = {i for i in range(1, self.twin.pool.num_blocks) if self.kv.pool.is_hashed(i)}
         assert indexed == set(self.twin.pool.key_of)
 

@@ -112,6 +112,44 @@ def test_removal_closes_the_gap_across_the_end_of_the_table() -> None:
         assert index.find_bytes(digest(home, rest=block_id)) == (0 if block_id in (1, 2, 4) else block_id)
 
 
+def test_a_block_takes_all_below_it_along() -> None:
+    pool = BlockPool(9)
+    index = PrefixMap(pool)
+    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 1, 6: 0}
+    pool.acquire_id(4)
+    for block_id, parent in parents.items():
+        index.insert_bytes(block_id, digest(block_id), parent)
+    assert index.tree.children_of(1) == [5, 2] and index.tree.parent_of(3) == 2
+    assert index.remove_id(2) == 3
+    index.check()
+    assert [i for i in parents if index.find_bytes(digest(i))] == [1, 5, 6]
+    assert index.tree.children_of(1) == [5] and index.tree.parent_of(2) is None
+    # What nobody owns is the next victim, the parent first; block 4 still has its owner.
+    assert pool.free_ids() == [2, 3, 1, 5, 6, 7, 8] and pool.num_refs(4) == 1
+    assert index.remove_id(1) == 2 and index.num_entries == 1
+    pool.check()
+
+
+def test_a_block_joins_indexed_parents_only() -> None:
+    index = PrefixMap(BlockPool(8))
+    with pytest.raises(ValueError, match="block 3 is not indexed and can have no child"):
+        index.insert_bytes(1, digest(1), 3)
+    with pytest.raises(IndexError, match="block id 8"):
+        index.insert_bytes(1, digest(1), 8)
+
+
+def test_first_blocks_are_spread_over_lanes() -> None:
+    tree = (index := PrefixMap(BlockPool(64))).tree
+    assert tree.num_lanes == 16
+    for block_id in range(1, 33):
+        index.insert_bytes(block_id, digest(block_id), lane=block_id)
+    assert [tree.children_of(0, lane) for lane in (0, 5)] == [[32, 16], [21, 5]]
+    index.remove_id(21)
+    index.remove_id(16)
+    index.check()
+    assert [tree.children_of(0, lane) for lane in (0, 5)] == [[32], [5]]
+
+
 def test_churn_leaves_nothing_behind() -> None:
     rng = random.Random(5)
     index = PrefixMap(BlockPool(64))

@@ -1,0 +1,29 @@
+# Which cached block continues which: parent, children and siblings of every hashed block.
+from libc.stdint cimport int32_t, uint32_t
+
+
+cdef enum:
+    ROOT = 0          # the null block stands for the empty prefix; as a link it means "none"
+    UNCACHED = -1     # parent of a block that is not in the tree
+
+
+cdef struct Node:     # 16 bytes
+    int32_t parent        # ROOT for a first block
+    int32_t first_child   # the one cached last
+    int32_t next          # the sibling cached before it
+    int32_t prev          # the sibling cached after it; ROOT: it leads the list; < 0: that lane of the root
+
+
+cdef class PrefixTree:
+    cdef Node* nodes
+    cdef int32_t* lanes          # heads of the root's children
+    cdef uint32_t lane_mask
+    cdef readonly int32_t num_blocks
+
+    cdef int32_t newest(self, int32_t parent, uint32_t lane) noexcept
+    cdef int attach(self, int32_t block_id, int32_t parent, uint32_t lane) except -1
+    cdef int detach(self, int32_t block_id) except -1
+    cdef int clear(self) except -1
+
+
+cdef uint32_t lane_of(bytes tail, int32_t first_token) noexcept
