@@ -13,8 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aioengine.chat import render_chat
 from aioengine.errors import ContextLengthExceeded, InvalidRequest
+from aioengine.fastcore.token_ids import pack_token_ids
 from aioengine.sampler import SamplingPlan, compile_sampling
 from aioengine.types import ChatMessages, Prompt, SamplingParams
 
@@ -42,6 +46,8 @@ class PreparedRequest:
     """A request that will be accepted: its token ids, its limits, and one sampling plan per choice."""
 
     prompt_token_ids: list[int]
+    packed_token_ids: NDArray[np.int32]
+    """The same, as the scheduler takes them."""
     params: SamplingParams
     max_tokens: int
     plans: tuple[SamplingPlan, ...]
@@ -86,10 +92,12 @@ class Intake:
             InvalidRequest: a field is wrong; the message says which, what was given and what is allowed.
             ContextLengthExceeded: the prompt, or prompt plus max_tokens, does not fit the context window.
         """
-        token_ids = await self.render(prompt, chat)
+        token_ids, packed = await self._render(prompt, chat)
         max_tokens = self._fit(len(token_ids), params)
         plans = await self._compile(params)
-        return PreparedRequest(prompt_token_ids=token_ids, params=params, max_tokens=max_tokens, plans=plans)
+        return PreparedRequest(
+            prompt_token_ids=token_ids, packed_token_ids=packed, params=params, max_tokens=max_tokens, plans=plans
+        )
 
     async def render(self, prompt: Prompt, chat: ChatOptions) -> list[int]:
         """Token ids of a text, a list of ids, or chat messages.
@@ -97,6 +105,9 @@ class Intake:
         Raises:
             InvalidRequest: the prompt is empty, of no known form, or has ids outside the vocabulary.
         """
+        return (await self._render(prompt, chat))[0]
+
+    async def _render(self, prompt: Prompt, chat: ChatOptions) -> tuple[list[int], NDArray[np.int32]]:
         if isinstance(prompt, str):
             token_ids = await self._encode_text(prompt)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
@@ -106,10 +117,15 @@ class Intake:
         elif prompt and isinstance(prompt[0], Mapping):
             token_ids = await self._encode_chat(prompt, chat)  # type: ignore[arg-type]
         else:
-            token_ids = self._check_ids(prompt)  # type: ignore[arg-type]
+            if len(prompt) > self._max_model_len:  # before anybody looks at every id
+                raise self._too_long(len(prompt))
+            token_ids = list(prompt)  # type: ignore[arg-type]
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
-        return token_ids
+        try:
+            return token_ids, pack_token_ids(token_ids, self._vocab_size)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(str(error), param="prompt") from None
 
     async def _encode_text(self, text: str) -> list[int]:
         tokenizer = self._need_tokenizer()
@@ -131,20 +147,6 @@ class Intake:
             return tokenizer.encode(text, add_special_tokens=False)
 
         return await self._off_loop(_rough_size(messages) + (4000 if chat.tools else 0), run)
-
-    def _check_ids(self, prompt: Sequence[int]) -> list[int]:
-        if len(prompt) > self._max_model_len:  # before anybody looks at every id
-            raise self._too_long(len(prompt))
-        token_ids = list(prompt)
-        for position, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise InvalidRequest(f"prompt[{position}]={token_id!r} is not a token id", param="prompt")
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(
-                    f"prompt[{position}]={token_id} is outside the vocabulary (0 to {self._vocab_size - 1})",
-                    param="prompt",
-                )
-        return token_ids
 
     def _fit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most tokens to generate, or an error if prompt and output do not fit."""

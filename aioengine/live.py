@@ -111,7 +111,7 @@ class LiveRequests:
             self._num_added += 1
             choice.request = Request(
                 f"{label}/{self._num_added}",
-                prompt_ids,
+                prepared.packed_token_ids,
                 max_tokens=prepared.max_tokens,
                 min_tokens=params.min_tokens,
                 eos_token_ids=self._eos_token_ids,
