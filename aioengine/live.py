@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,7 @@ class LiveRequests:
     Args:
         tokenizer: makes text of tokens; None leaves texts empty.
         eos_token_ids: the model's own end tokens.
+        clock: seconds that only go forward; of another kind in tests.
     """
 
     def __init__(
@@ -73,8 +74,11 @@ class LiveRequests:
         metrics: EngineMetrics,
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
+        self._clock = clock
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
@@ -104,9 +108,7 @@ class LiveRequests:
         stream = RequestStream(label, len(prepared.plans), self._closed_by_reader)
         live = LiveRequest(label, stream)
         for index, plan in enumerate(prepared.plans):
-            output = ChoiceOutput(
-                stream, index, self._tokenizer, params, prompt_ids, eos_token_ids=self._eos_token_ids
-            )
+            output = ChoiceOutput(stream, index, self._tokenizer, params, prompt_ids, eos_token_ids=self._eos_token_ids)
             choice = LiveChoice(live, output)
             self._num_added += 1
             choice.request = Request(
@@ -139,7 +141,7 @@ class LiveRequests:
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Books a completed step: new tokens into requests, texts and streams; ends what is finished."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if result.prompt_logprobs:
             self._book_prompt_logprobs(plan, result)
         rows = _rows_by_request(plan, result) if result.logprobs else None
@@ -190,7 +192,7 @@ class LiveRequests:
             self._abort(live)
 
     def _abort(self, live: LiveRequest, reason: str = "abort") -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         for choice in live.choices:
             if choice.is_open:
                 self._scheduler.finish(choice.request, reason)

@@ -43,6 +43,7 @@ class StepLoop:
         settle: called on the loop with each completed step, in launch order.
         observe_step_s: called with each step's time from launch to settlement, seconds.
         max_in_flight: steps launched and not yet settled at most (1: synchronous, 2: one step ahead).
+        clock: seconds that only go forward; of another kind in tests.
     """
 
     def __init__(
@@ -53,17 +54,19 @@ class StepLoop:
         *,
         observe_step_s: Callable[[float], None] = lambda _: None,
         max_in_flight: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._settle = settle
         self._observe_step_s = observe_step_s
         self._max_in_flight = max_in_flight
+        self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._bell = asyncio.Event()
         self._stopping = False
         self.num_steps = 0
-        self.last_progress_s = time.monotonic()
+        self.last_progress_s = self._clock()
 
     @property
     def is_idle(self) -> bool:
@@ -94,14 +97,14 @@ class StepLoop:
                 if self._stopping:
                     return
                 await self._bell.wait()  # nothing to do: submit(), abort() and stop() ring
-                self.last_progress_s = time.monotonic()
+                self.last_progress_s = self._clock()
                 continue
             await self._settle_oldest()
 
     def _launch(self, plan: StepPlan) -> None:
         done = self._runner.launch(plan)
         done.add_done_callback(self._ring)
-        self._in_flight.append(InFlight(plan, done, time.monotonic()))
+        self._in_flight.append(InFlight(plan, done, self._clock()))
 
     def _ring(self, _done: object) -> None:
         self._bell.set()
@@ -120,7 +123,7 @@ class StepLoop:
         result = oldest.done.result()
         self._in_flight.popleft()
         self.num_steps += 1
-        self.last_progress_s = time.monotonic()
+        self.last_progress_s = self._clock()
         self._observe_step_s(self.last_progress_s - oldest.launched_s)
         self._settle(oldest.plan, result)
 

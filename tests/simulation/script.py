@@ -1,0 +1,256 @@
+"""What happens in one simulated run: options, a device's pace, and the events, all as plain values.
+
+A seed makes a script and a script makes a run, so a run can be cut down by dropping events and printed as a few
+lines that anybody can paste. New options of the scheduler are one line in `OPTIONS`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword of `Scheduler`: its values to draw from, the plainest one first."""
+
+    values: Sequence[Any]
+    needs: Callable[[Options], bool] = lambda _: True
+    """Whether it may differ from its plainest value, given the options above it."""
+
+
+OPTIONS: Mapping[str, Option] = {
+    "block_size": Option([4, 1, 2, 3, 5, 8, 16, 32]),
+    "num_blocks": Option([64, 2, 3, 5, 8, 12, 16, 24, 40, 100, 200, 800]),
+    "max_num_seqs": Option([4, 1, 2, 3, 6, 10, 16]),
+    "max_model_len": Option([48, 10, 20, 33, 96, 200]),
+    "max_num_batched_tokens": Option([256, 1, 2, 5, 8, 16, 24, 64]),
+    "max_in_flight": Option([1, 2, 2, 3, 4]),
+    "policy": Option(["fcfs", "fcfs", "priority"]),
+    "enable_prefix_caching": Option([True, True, True, True, False]),
+    "hash_algo": Option(["xxh3_128", "xxh3_128", "xxh3_128", "sha256"]),
+    "enable_chunked_prefill": Option([True, True, False], lambda o: o["max_num_batched_tokens"] >= o["max_model_len"]),
+    "long_prefill_token_threshold": Option([0, 0, 1, 3, 7], lambda o: o["enable_chunked_prefill"]),
+}
+
+
+@dataclass(frozen=True)
+class Add:
+    """A request arrives. Its prompt is `shared` tokens of another text, then tokens that only `name` has."""
+
+    at: float
+    name: str
+    length: int
+    max_tokens: int
+    stem: int = 0
+    shared: int = 0
+    follows: str | None = None
+    """Shares the beginning of that request's prompt and answer instead of the stem's."""
+    label: str | None = None
+    """What the caller calls it, if not by its name; another live one may have the same."""
+    n: int = 1
+    priority: int = 0
+    salt: str = ""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    stop_text: str = ""
+    wants_prompt_logits: bool = False
+    pace: float = 0.0
+    """Seconds that its reader takes for every output."""
+    leaves_after: int = 0
+    """Its reader goes away after so many outputs; 0 = never."""
+    fails_at: int = 0
+    """The device reports a failure of its row at this output token; 0 = never."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Somebody aborts all requests with a label."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The task that reads a request is cancelled."""
+
+    at: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Somebody resets the prefix cache."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Close:
+    """The engine is closed; whatever lives ends with an error. The last event."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class DeviceFails:
+    """The device fails in the next step that it executes. The last event."""
+
+    at: float
+
+
+Event = Add | Abort | Cancel | Reset | Close | DeviceFails
+
+
+@dataclass(frozen=True)
+class Script:
+    """One run."""
+
+    options: Options
+    events: tuple[Event, ...]
+    step_seconds: tuple[float, ...] = (1.0,)
+    """How long steps take, drawn anew for every step; 0 is done before `launch` returns."""
+    seed: int = field(default=0)
+    """Of the draws of step times."""
+
+    def code(self) -> str:
+        """Python lines that replay it."""
+        kinds = sorted({type(event).__name__ for event in self.events})
+        events = "".join(f"        {_plain(event)},\n" for event in self.events)
+        return (
+            f"from tests.simulation.script import {', '.join([*kinds, 'Script'])}\n"
+            "from tests.simulation.world import run\n\n"
+            f"run(Script(\n    {self.options},\n    (\n{events}    ),\n"
+            f"    step_seconds={self.step_seconds}, seed={self.seed},\n))"
+        )
+
+
+def _plain(event: Event) -> str:
+    """An event without the fields that have their default."""
+    shown = [
+        f"{name}={getattr(event, name)!r}"
+        for name, spec in type(event).__dataclass_fields__.items()
+        if getattr(event, name) != spec.default
+    ]
+    return f"{type(event).__name__}({', '.join(shown)})"
+
+
+def draw_script(seed: int, num_steps: int) -> Script:
+    """The script of a seed, which keeps an engine busy for very roughly `num_steps` steps."""
+    rng = random.Random(seed)
+    options = draw_options(rng)
+    step_seconds = rng.choice([(1.0,), (0.0,), (0.0, 1.0), (0.2, 1.0, 4.0), (0.5, 0.5, 0.5, 20.0)])
+    events = _draw_events(rng, options, num_steps)
+    return Script(options, tuple(events), step_seconds, seed)
+
+
+def draw_options(rng: random.Random) -> Options:
+    """Options that may stand together."""
+    options: Options = {}
+    for name, option in OPTIONS.items():
+        value = rng.choice(option.values)
+        options[name] = value if option.needs(options) else option.values[0]
+    return options
+
+
+def _draw_events(rng: random.Random, options: Options, num_steps: int) -> list[Event]:
+    traffic = _Traffic(rng, options)
+    events: list[Event] = []
+    now, work = 0.0, 0.0
+    while work < num_steps:
+        add = traffic.arrive(now)
+        events += [add, *traffic.disturb(add)]
+        steps = traffic.steps_of(add)
+        work += steps
+        if rng.random() > traffic.burst:
+            now += rng.expovariate(traffic.load) * steps
+        if rng.random() < 0.02:
+            now += 60 * rng.random()  # a pause in which everything may come to rest
+    if rng.random() < 0.1:
+        ends = Close if rng.random() < 0.5 else DeviceFails
+        return [event for event in _in_order(events) if event.at < now] + [ends(now)]
+    return _in_order(events)
+
+
+def _in_order(events: list[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.at)
+
+
+class _Traffic:
+    """The habits of one run's callers."""
+
+    def __init__(self, rng: random.Random, options: Options) -> None:
+        self.rng = rng
+        self.max_len = options["max_model_len"]
+        self.priorities = rng.choice([0, 1, 3]) if options["policy"] == "priority" else 0
+        self.budget = options["max_num_batched_tokens"]
+        self.pool_tokens = (options["num_blocks"] - 1) * options["block_size"]
+        self.max_num_seqs = options["max_num_seqs"]
+        self.burst = rng.choice([0.0, 0.3, 0.8])
+        self.load = rng.choice([0.4, 0.9, 1.3, 3.0])
+        self.disturbance = rng.choice([0.0, 0.1, 0.1, 0.4])
+        self.num_stems = rng.choice([1, 2, 5, 50])
+        self.salts = rng.choice([[""], ["", "", "a"], ["a", "b", "c"]])
+        self.lengths = rng.choice([(1, 6), (1, 30), (10, 40), (20, 120)])
+        self.outputs = rng.choice([(1, 4), (1, 20), (10, 60)])
+        self.names: list[str] = []
+
+    def arrive(self, now: float) -> Add:
+        rng = self.rng
+        name = f"r{len(self.names)}"
+        follows = rng.choice(self.names[-8:]) if self.names and rng.random() < 0.3 else None
+        self.names.append(name)
+        most = self.max_len if rng.random() < 0.02 else self.max_len - 1  # sometimes one that cannot fit
+        length = min(rng.randint(*self.lengths), most)
+        max_tokens = 0 if rng.random() < 0.02 else min(rng.randint(*self.outputs), self.max_len - length)
+        quirk = rng.random() < 0.3
+        return Add(
+            round(now, 3),
+            name,
+            length,
+            max_tokens,
+            stem=rng.randrange(self.num_stems),
+            shared=rng.choice([0, length // 2, length - 1, length, rng.randint(0, length)]),
+            follows=follows,
+            n=rng.choice([2, 3]) if rng.random() < 0.1 else 1,
+            priority=rng.randint(-self.priorities, self.priorities),
+            salt=rng.choice(self.salts),
+            min_tokens=rng.randint(0, max_tokens) if quirk and rng.random() < 0.3 else 0,
+            ignore_eos=rng.random() < 0.5,
+            stop_ids=(rng.randrange(1, 9),) if quirk and rng.random() < 0.3 else (),
+            stop_text=chr(48 + rng.randrange(1, 64)) if quirk and rng.random() < 0.3 else "",
+            wants_prompt_logits=quirk and rng.random() < 0.1,
+            pace=rng.choice([0.5, 3.0, 30.0]) if rng.random() < 0.15 else 0.0,
+        )
+
+    def disturb(self, add: Add) -> list[Event]:
+        """What goes wrong soon after an arrival."""
+        rng = self.rng
+        if rng.random() >= self.disturbance:
+            return []
+        later = round(add.at + rng.choice([0.0, 0.5, 3.0, 10.0, 40.0]) * rng.random(), 3)
+        what = rng.randrange(6)
+        if what == 0:
+            return [Abort(later, add.name)]
+        if what == 1:
+            return [Cancel(later, add.name)]
+        if what == 2:
+            return [Reset(later)]
+        again = f"{add.name}b"
+        if what == 3:  # the same label again in the same tick, with another prompt
+            return [Abort(later, add.name), Add(later, again, add.length, 5, stem=add.stem + 1, label=add.name)]
+        if what == 4:
+            return [Add(later, again, add.length, add.max_tokens, leaves_after=rng.randint(1, 4))]
+        return [Add(later, again, add.length, add.max_tokens, fails_at=rng.randint(1, 6))]
+
+    def steps_of(self, add: Add) -> float:
+        """About how many steps a request costs while others share them."""
+        tokens = add.length + add.max_tokens
+        at_once = max(1.0, min(self.max_num_seqs, self.pool_tokens / tokens, self.budget))
+        return add.n * max(add.max_tokens / at_once, tokens / self.budget, 0.3)

@@ -1,0 +1,106 @@
+"""A slice of the simulation, and that it sees, replays and shrinks what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from aioengine.loop import StepLoop
+from tests.simulation import device
+from tests.simulation.__main__ import main
+from tests.simulation.batch import run_batch
+from tests.simulation.script import (
+    OPTIONS,
+    Abort,
+    Add,
+    Cancel,
+    Close,
+    DeviceFails,
+    Event,
+    Reset,
+    Script,
+    draw_script,
+)
+from tests.simulation.shrink import shrink
+from tests.simulation.world import Violation, run
+
+PLAIN = {name: option.values[0] for name, option in OPTIONS.items()}
+
+
+def counts_of(*events: Event, **options: object) -> dict[str, int]:
+    return dict(run(Script({**PLAIN, **options}, events)).counts)
+
+
+@pytest.fixture
+def sometimes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that gives another token for a few contexts."""
+    right: Callable[[int, int], int] = device.sampled
+    monkeypatch.setattr(device, "sampled", lambda value, seed: right(value, seed) ^ (value % 29 == 0))
+
+
+@pytest.mark.slow
+def test_no_seed_breaks_a_rule() -> None:
+    batch = run_batch(range(300), 60)
+    assert batch.failures == []
+    assert batch.num_steps > 10_000
+    for kind in ("stop", "length", "abort", "failed", "left", "refused", "preempted", "hit tokens"):
+        assert batch.counts[kind] > 20, f"the load no longer reaches {kind}"
+
+
+def test_a_seed_replays_exactly() -> None:
+    first, second = (run(draw_script(11, 60)) for _ in range(2))
+    assert first == second and first.num_steps > 10
+    assert run(draw_script(12, 60)).digest != first.digest
+
+
+def test_every_kind_of_end_is_told_apart() -> None:
+    assert counts_of(Add(0.0, "a", 5, 6, ignore_eos=True))["length"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, stop_ids=tuple(range(1, 64))))["stop"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Abort(3.5, "a"))["abort"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, ignore_eos=True, leaves_after=2))["left"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, ignore_eos=True, fails_at=3))["failed"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Close(3.5))["failed"] == 1
+    assert counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), DeviceFails(3.5))["failed"] == 1
+    assert counts_of(Add(0.0, "a", 48, 1))["refused"] == 1
+    assert "length" not in counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Cancel(0.0, "a"))
+
+
+def test_a_prefix_is_hit_until_it_is_reset() -> None:
+    events = (Add(0.0, "a", 20, 1), Add(9.0, "b", 20, 1, shared=20, follows="a"))
+    assert counts_of(*events)["hit tokens"] == 16
+    assert counts_of(events[0], Reset(5.0), events[1])["hit tokens"] == 0
+    assert counts_of(events[0], Add(9.0, "b", 20, 1, shared=20, follows="a", salt="other"))["hit tokens"] == 0
+
+
+def test_a_wrong_token_is_seen_and_shrunk_to_one_request(sometimes_wrong: None) -> None:
+    seed = next(seed for seed in range(50) if fails(draw_script(seed, 60)))
+    script, violation = shrink(draw_script(seed, 60))
+    assert len(script.events) == 1 and "got" in str(violation)
+    with pytest.raises(Violation) as again:
+        exec(script.code(), {})
+    assert str(again.value) == str(violation)
+
+
+def test_a_lost_wake_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepLoop, "wake", lambda self: None)
+    with pytest.raises(Violation, match="Stalled"):
+        counts_of(Add(5.0, "a", 5, 6))
+
+
+def test_the_command_says_how_to_replay(sometimes_wrong: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "8", "--steps", "60", "--jobs", "1", "--no-shrink"]) == 1
+    assert "--seeds 1 --steps 60" in capsys.readouterr().out
+
+
+def test_the_command_is_content_with_sound_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "3", "--steps", "20", "--jobs", "1"]) == 0
+    assert "violations" in capsys.readouterr().out
+
+
+def fails(script: Script) -> bool:
+    try:
+        run(script)
+    except Violation:
+        return True
+    return False

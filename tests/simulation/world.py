@@ -1,0 +1,333 @@
+"""One run: the real scheduler, requests, streams and step loop under a virtual clock, driven by a script.
+
+Only the device, the callers and time are made up. After every launch and every settled step all records are held
+against each other, and what can be seen from outside against the rules; at the end every request has had
+exactly its own text and one final output, and nothing is left: no block, row, task or stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, EngineError
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.intake import PreparedRequest
+from aioengine.live import LiveRequests
+from aioengine.loop import StepLoop
+from aioengine.metrics import EngineMetrics, EngineStats
+from aioengine.outputs import RequestStream
+from aioengine.runner import StepResult
+from aioengine.types import RequestOutput, SamplingParams
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.device import SimDevice
+from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Options, Reset, Script
+from tests.simulation.truth import EOS, OneCharTokens, Truth, stem_tokens
+
+
+@dataclass
+class Report:
+    """What a run amounts to. `digest` is equal for equal runs."""
+
+    num_steps: int = 0
+    digest: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Violation(AssertionError):
+    """A rule was broken, at a time of the run."""
+
+    def __init__(self, cause: BaseException, at: float) -> None:
+        super().__init__(f"{type(cause).__name__} at {at:.3f} s: {cause}")
+        self.at = at
+
+
+def run(script: Script) -> Report:
+    """Runs a script to its end.
+
+    Raises:
+        Violation: something broke a rule.
+    """
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(_World(script).run())
+    except Exception as error:
+        raise Violation(error, loop.time()) from error
+    finally:
+        loop.run_until_complete(_cancel_all())
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Watched:
+    """The scheduler as the step loop sees it: every step that it makes is checked first."""
+
+    def __init__(self, scheduler: Scheduler, options: Options) -> None:
+        self._scheduler = scheduler
+        self._by_priority = options["policy"] == "priority"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def schedule(self) -> StepPlan | None:
+        """Makes a step."""
+        scheduler = self._scheduler
+        num_before = scheduler.num_preemptions_total
+        num_running = scheduler.num_running
+        alone = num_running + scheduler.num_waiting == 1
+        plan = scheduler.schedule()
+        scheduler.check_invariants()
+        if plan is None:
+            stuck = scheduler.num_in_flight_steps == 0 and (scheduler.num_running or scheduler.waiting_requests())
+            assert not stuck, f"nothing runs although something could: {scheduler.waiting_requests()}"
+            return None
+        assert plan.num_tokens <= scheduler.max_num_batched_tokens, f"{plan}: INV-27"
+        assert scheduler.num_running <= scheduler.max_num_seqs, f"{plan}: INV-27"
+        if scheduler.num_preemptions_total > num_before:
+            assert not plan.joined, f"{plan} preempted and admitted (INV-30)"
+        if plan.joined:
+            self._check_order(plan)
+        if alone:
+            num_new, request = plan.num_new(0), plan.requests[0]
+            missing = request.num_tokens + request.num_in_flight - plan.num_computed(0)
+            missing -= plan.num_samples  # what it samples now is in flight already
+            assert num_new == min(missing, scheduler.max_num_batched_tokens), f"{request} was cut alone (INV-28)"
+        return plan
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """Nobody was passed by one who came later or is less important (INV-34)."""
+        waiting = self._scheduler.waiting_requests()
+        if not waiting:
+            return
+        ranks = [(r.priority if self._by_priority else 0, r.sampling.arrival) for r in (waiting[0], *plan.joined)]
+        assert ranks[0] > max(ranks[1:]), f"{plan.joined} passed {waiting[0]} (INV-34)"
+
+
+class _World:
+    """Everything of one run. Made and used inside its event loop."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.report = Report()
+        self.texts: dict[str, list[int]] = {}
+        """Prompt and answer by name, for those that follow."""
+        self.readers: dict[str, asyncio.Task[None]] = {}
+        self.labels: dict[str, str] = {}
+        """Of the requests whose reader has not ended."""
+        self.aborted: set[str] = set()
+        self.is_over = False
+        """The engine was closed or its device failed."""
+
+    async def run(self) -> Report:
+        """The whole run."""
+        loop = asyncio.get_running_loop()
+        self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", **self.script.options)
+        self.device = SimDevice(scheduler, self.script.step_seconds, self.script.seed)
+        self.live = LiveRequests(scheduler, EngineMetrics(_no_stats, "sim"), OneCharTokens(), (EOS,), clock=loop.time)
+        self.steps = StepLoop(
+            _Watched(scheduler, self.script.options),
+            self.device,
+            self._settle,
+            max_in_flight=scheduler.max_in_flight,
+            clock=loop.time,
+        )
+        self.broken: asyncio.Future[None] = loop.create_future()
+        """Fails with what a reader or a callback found."""
+        loop.set_exception_handler(lambda _, context: self._break(context.get("exception"), str(context["message"])))
+        steps = asyncio.create_task(self._run_steps())
+        driver = asyncio.create_task(self._drive())
+        await asyncio.wait((steps, driver, self.broken), return_when=asyncio.FIRST_COMPLETED)
+        if self.broken.done():
+            self.broken.result()
+        if driver.done():
+            driver.result()
+            self.steps.stop()
+        await steps
+        await driver
+        if self.broken.done():
+            self.broken.result()
+        self._check_end()
+        return self.report
+
+    async def _run_steps(self) -> None:
+        """As in `AsyncEngine`."""
+        try:
+            await self.steps.run()
+        except EngineDead as error:
+            assert self.device.is_failing, "the step loop failed by itself"
+            self.live.fail_all(error)
+            await self.steps.abandon()
+            self.scheduler.fail_all()
+
+    def _settle(self, plan: StepPlan, result: StepResult) -> None:
+        self.report.num_steps += 1
+        self.report.digest = zlib.crc32(result.token_ids.tobytes(), self.report.digest * 31 + plan.num_tokens)
+        self.live.settle(plan, result)
+        self.scheduler.check_invariants()
+
+    # ---- the script -------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        for event in self.script.events:
+            if event.at > loop.time():
+                await asyncio.sleep(event.at - loop.time())
+            if self.is_over:
+                break
+            self._do(event)
+            self.scheduler.check_invariants()
+            self.steps.wake()
+        while self.readers:
+            await asyncio.wait((next(iter(self.readers.values())),))
+        await self.live.wait_empty()
+
+    def _do(self, event: Event) -> None:
+        match event:
+            case Add():
+                self._add(event)
+            case Abort(label=label):
+                self.aborted |= {name for name, other in self.labels.items() if other == label}
+                self.live.abort_label(label)
+            case Cancel(name=name):
+                if name in self.readers:
+                    self.readers[name].cancel()
+            case Reset():
+                is_free = self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1
+                assert self.scheduler.reset_prefix_cache() == is_free
+            case Close():
+                self.is_over = True
+                self.live.fail_all(EngineClosed("closed, as the script wants"))
+                self.steps.stop()
+            case DeviceFails():
+                self.is_over = self.device.is_failing = True
+
+    def _add(self, add: Add) -> None:
+        prompt = self._prompt(add)
+        params = SamplingParams(
+            n=add.n,
+            max_tokens=add.max_tokens,
+            min_tokens=add.min_tokens,
+            ignore_eos=add.ignore_eos,
+            stop_token_ids=add.stop_ids,
+            stop=(add.stop_text,) if add.stop_text else (),
+            prompt_logprobs=0 if add.wants_prompt_logits else None,
+        )
+        truths = tuple(
+            Truth(
+                f"{add.name}.{i}", prompt, add.salt, i, params, add.max_tokens, self.scheduler.max_total, add.fails_at,
+                arrival=self.report.counts["arrived"] + i,
+            )
+            for i in range(add.n)
+        )  # fmt: skip
+        self.report.counts["arrived"] += add.n
+        prepared = PreparedRequest(prompt_token_ids=prompt, params=params, max_tokens=add.max_tokens, plans=truths)
+        label = add.label or add.name
+        now_s = asyncio.get_running_loop().time()
+        try:
+            stream = self.live.add(prepared, label, priority=add.priority, cache_salt=add.salt, arrived_s=now_s)
+        except ContextLengthExceeded:
+            assert not self._fits(add), f"{add} was refused"
+            self.report.counts["refused"] += 1
+            return
+        assert self._fits(add), f"{add} was taken and can never run"
+        self.texts[add.name] = prompt + truths[0].output
+        self.labels[add.name] = label
+        task = self.readers[add.name] = asyncio.create_task(self._read(add, stream, truths))
+        task.add_done_callback(lambda task: self._reader_ended(add.name, stream, task))
+
+    def _prompt(self, add: Add) -> list[int]:
+        source = self.texts.get(add.follows or "")
+        if source is None:
+            source = stem_tokens(add.stem, add.shared)
+        shared = source[: add.shared]
+        return shared + stem_tokens(zlib.crc32(add.name.encode()), add.length - len(shared))
+
+    def _fits(self, add: Add) -> bool:
+        options = self.script.options
+        blocks = -(-(add.length + 1) // options["block_size"])
+        return add.length + (add.max_tokens > 0) <= options["max_model_len"] and blocks < options["num_blocks"]
+
+    # ---- the readers ------------------------------------------------------------------------------------
+
+    def _reader_ended(self, name: str, stream: RequestStream, task: asyncio.Task[None]) -> None:
+        stream.close()  # its task may have been cancelled before it began
+        del self.readers[name], self.labels[name]
+        if not task.cancelled() and task.exception() is not None:
+            self._break(task.exception())
+
+    def _break(self, error: BaseException | None, what: str = "") -> None:
+        """Fails the run, if it has not failed before."""
+        if not self.broken.done() and not self.broken.get_loop().is_closed():
+            self.broken.set_exception(error or AssertionError(what))
+
+    async def _read(self, add: Add, stream: RequestStream, truths: tuple[Truth, ...]) -> None:
+        try:
+            await self._read_outputs(add, stream, truths)
+        except EngineError:
+            assert add.fails_at or self.is_over, f"{add.name} failed and should not"
+            self.report.counts["failed"] += 1
+
+    async def _read_outputs(self, add: Add, stream: RequestStream, truths: tuple[Truth, ...]) -> None:
+        token_ids: list[list[int]] = [[] for _ in truths]
+        texts = [""] * len(truths)
+        finals: set[int] = set()
+        num_outputs = 0
+        async for out in stream:
+            index = out.index
+            assert index not in finals, f"{add.name} got something after its last output"
+            token_ids[index] += out.delta_token_ids
+            texts[index] += out.delta
+            if out.finish_reason is not None:
+                finals.add(index)
+                self._check_answer(truths[index], out, token_ids[index], texts[index], add.name in self.aborted)
+                assert (out.usage is not None) == (len(finals) == len(truths))
+                if out.usage is not None:
+                    sizes = (add.length, sum(map(len, token_ids)))
+                    assert (out.usage.prompt_tokens, out.usage.completion_tokens) == sizes
+            num_outputs += 1
+            if num_outputs == add.leaves_after:
+                self.report.counts["left"] += 1
+                return
+            if add.pace:
+                await asyncio.sleep(add.pace)
+        assert len(finals) == len(truths), f"{add.name} ended without a last output"
+
+    def _check_answer(
+        self, truth: Truth, out: RequestOutput, token_ids: list[int], text: str, may_be_aborted: bool
+    ) -> None:
+        self.report.counts[str(out.finish_reason)] += 1
+        assert (out.token_ids, out.text) == (token_ids, text), f"{truth.name}: the deltas do not add up"
+        if out.finish_reason == "abort":
+            assert may_be_aborted, f"{truth.name} was aborted by nobody"
+            assert token_ids == truth.output[: len(token_ids)], f"{truth.name} got {token_ids}, not {truth.output}"
+            return
+        got, wanted = (out.finish_reason, token_ids, text), (truth.reason, truth.output, truth.text)
+        assert got == wanted, f"{truth.name} got {got}, not {wanted}"
+        assert not truth.params.prompt_logprobs or truth.num_scored == len(truth.prompt)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        scheduler, counts = self.scheduler, self.report.counts
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
+        assert len(self.live) == 0 and not self.labels, "a request is left"
+        assert not scheduler.has_work() and scheduler.num_waiting == 0, "the scheduler has work"
+        assert scheduler.num_free_blocks == scheduler.num_blocks - 1, "a block leaked"
+        scheduler.check_invariants()
+        assert scheduler.reset_prefix_cache() and scheduler.kv.prefix_map.num_entries == 0
+        counts["preempted"] = scheduler.num_preemptions_total
+        counts["hit tokens"] = scheduler.prefix_hit_tokens
+
+
+def _no_stats() -> EngineStats:
+    raise NotImplementedError("nobody scrapes a simulated engine")
