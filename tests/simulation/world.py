@@ -16,6 +16,7 @@ from typing import Any
 from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, EngineError
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.fastcore.token_ids import pack_token_ids
 from aioengine.intake import PreparedRequest
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
@@ -26,7 +27,7 @@ from aioengine.types import RequestOutput, SamplingParams
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.device import SimDevice
 from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Options, Reset, Script
-from tests.simulation.truth import EOS, OneCharTokens, Truth, stem_tokens
+from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
 
 
 @dataclass
@@ -230,7 +231,13 @@ class _World:
             for i in range(add.n)
         )  # fmt: skip
         self.report.counts["arrived"] += add.n
-        prepared = PreparedRequest(prompt_token_ids=prompt, params=params, max_tokens=add.max_tokens, plans=truths)
+        prepared = PreparedRequest(
+            prompt_token_ids=prompt,
+            packed_token_ids=pack_token_ids(prompt, VOCAB_SIZE),
+            params=params,
+            max_tokens=add.max_tokens,
+            plans=truths,
+        )
         label = add.label or add.name
         now_s = asyncio.get_running_loop().time()
         try:
