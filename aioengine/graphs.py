@@ -62,6 +62,8 @@ class StepFacts:
     num_tokens: int
     num_samples: int
     max_query_len: int
+    query_lens: Ints
+    """[R] new tokens of each row."""
     sample_rows: Ints
     """[N] persistent row of each sample."""
     sample_num_outputs: Ints
@@ -111,6 +113,7 @@ class StepFacts:
             header[layout.NUM_TOKENS],
             header[layout.NUM_SAMPLES],
             max_query_len,
+            num_new.copy(),
             chosen[:, layout.ROW],
             chosen[:, layout.NUM_OUTPUT],
             sampled.astype(np.int32),
@@ -298,21 +301,18 @@ class StepForward:
         max_blocks = self.block_table.shape[1]
         inputs = StepInputs.empty(facts.num_tokens, facts.num_rows, facts.num_samples, max_blocks, self._device)
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
+        skipped = np.zeros(facts.num_rows, np.int32)
+        for row in long_rows:
+            skipped[row.row] = row.num_covered
         plans = {}
         for window in self._windows:
+            owed = facts.query_lens - skipped if window == 0 else facts.query_lens
+            few_queries = facts.max_query_len <= self._few_queries
             plans[window] = self._make_plan(
-                facts.num_tokens,
-                facts.num_rows,
-                facts.max_query_len <= self._few_queries,
-                window,
-                self._shared_plan,
+                facts.num_tokens, facts.num_rows, few_queries, window, self._shared_plan, owed.tolist()
             )
         entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
-        skip = None
-        if long_rows:
-            counts = np.zeros(facts.num_rows, np.int32)
-            counts[[row.row for row in long_rows]] = [row.num_covered for row in long_rows]
-            skip = torch.from_numpy(counts).to(self._device, non_blocking=True)
+        skip = torch.from_numpy(skipped).to(self._device, non_blocking=True) if long_rows else None
         hidden = self._forward(entry, skip)
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
         return StepOutput(hidden, inputs, ctx, False)
@@ -333,6 +333,7 @@ class StepForward:
         few_queries: bool,
         window: int,
         share: AttentionPlan | None,
+        query_lens: Sequence[int] | None = None,
     ) -> AttentionPlan:
         spec = self._spec
         return make_plan(
@@ -345,6 +346,7 @@ class StepForward:
             window=window,
             decode_only=few_queries,
             share=share,
+            query_lens=query_lens,
         )
 
     def _metadata(

@@ -20,6 +20,7 @@ Made by the runner once per step and window size; read by `kernels/attention.py`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,8 +102,13 @@ def make_plan(
     few: Tile | None = None,
     many: Tile | None = None,
     share: AttentionPlan | None = None,
+    query_lens: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Buffers of a plan for batches of up to `num_tokens` tokens in up to `num_rows` rows.
+
+    `query_lens`: how many queries each row of the one batch to come leaves to this plan. Its lists are then as
+    long as that batch needs, and those it does not need are left out: an unused entry still costs a program,
+    and long prefills would have thousands. Such a plan takes no padding.
 
     `decode_only` leaves out the list for long query ranges: such a plan still serves any batch, but long
     ranges slowly. `share`: a plan, never used at the same time, whose partial buffers serve if large enough.
@@ -123,6 +129,11 @@ def make_plan(
         takes_padding = upper == _NO_LIMIT
         if upper <= queries and not takes_padding:
             num_query_tiles = min(num_tokens, num_rows)
+        if query_lens is not None:
+            num_query_tiles = sum(_ceil(n, queries) for n in query_lens if lower <= n <= upper)
+            takes_padding = False
+            if num_query_tiles == 0:
+                continue
         items = torch.empty(num_query_tiles + target, ITEM_WORDS, dtype=torch.int32, device=device)
         lists.append(ItemList(items, tile, queries, target, lower, upper, takes_padding))
         slots = max(slots, 2 * target * num_kv_heads)

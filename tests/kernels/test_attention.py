@@ -12,7 +12,7 @@ import torch
 
 from aioengine.kernels import attention
 from aioengine.kernels.attention import paged_attention
-from aioengine.kernels.attention_plan import Tile, fill_list_ref, fill_plan, make_plan
+from aioengine.kernels.attention_plan import ItemList, Tile, fill_list_ref, fill_plan, make_plan
 from tests.kernels.batches import RELATIVE_ERROR, PagedBatch, paged_batch, relative_error
 from tests.kernels.triton_here import need_triton
 
@@ -25,7 +25,9 @@ def attend_reference(batch: PagedBatch, scale: float, **options) -> torch.Tensor
     return attention.paged_attention_ref(batch.q, batch.kv_cache, *metadata, scale, **options)
 
 
-def attend_by_plan(batch: PagedBatch, scale: float, *, window: int = 0, decode_only: bool = False, **options):
+def attend_by_plan(
+    batch: PagedBatch, scale: float, *, window: int = 0, decode_only: bool = False, exact: bool = False, **options
+):
     """A plan whose tiles are small, so that short tests have many tiles and parts."""
     group = batch.num_heads // batch.kv_cache.shape[1]
     sizes = batch.q.shape[0], batch.seq_lens.shape[0]
@@ -33,7 +35,16 @@ def attend_by_plan(batch: PagedBatch, scale: float, *, window: int = 0, decode_o
     few = Tile(16, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
     many = Tile(64, 32, 4, 2, min_chunk=64, target_programs=4 * heads[1])
     assert group <= 16
-    plan = make_plan(*sizes, *heads, batch.q.device, window=window, decode_only=decode_only, few=few, many=many)
+    plan = make_plan(
+        *sizes,
+        *heads,
+        batch.q.device,
+        window=window,
+        decode_only=decode_only,
+        few=few,
+        many=many,
+        query_lens=batch.query_lens if exact else None,
+    )
     for work in plan.lists:
         work.items.fill_(1 << 20)
     plan.partial_acc.fill_(float("nan"))
@@ -72,6 +83,25 @@ def test_a_decode_only_plan_serves_any_batch(dtype, device):
     for lens in (DECODES, MIXED):
         batch = paged_batch(lens, padding_tokens=5, padding_rows=2, **sizes)
         check(functools.partial(attend_by_plan, decode_only=True), batch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_lists"), [(MIXED, 2), (DECODES, 1), ([(40, 17), (0, 130)], 1)], ids=["mixed", "decodes", "prefills"]
+)
+def test_a_plan_for_one_batch_has_the_lists_it_needs(lens, num_lists, dtype, device, monkeypatch):
+    need_triton(device)
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    launched = []
+    launch = attention._launch_list
+    monkeypatch.setattr(attention, "_launch_list", lambda work, *rest: launched.append(work) or launch(work, *rest))
+    check(functools.partial(attend_by_plan, exact=True), batch, dtype)
+    assert len(launched) == num_lists
+    tiles = sum(-(-n // work.queries_per_item) for work in launched for n in batch.query_lens if in_list(n, work))
+    assert sum(work.num_items for work in launched) == tiles + sum(work.target_parts for work in launched)
+
+
+def in_list(num_queries: int, work: ItemList) -> bool:
+    return work.min_queries <= num_queries <= work.max_queries
 
 
 def test_a_context_in_many_parts(attend, dtype, device):
