@@ -8,6 +8,10 @@ Lifetime of results: an implementation may return buffers that it uses again. A 
 next call of the same operation, `add_rms_norm` may overwrite both its inputs, `rope_and_cache` its qkv. A
 model that chains operations as a decoder layer does never notices; whoever keeps a result longer copies it.
 
+What runs beside the layers of a model is a sum: `residual`, and `x`, what is still to be added to it (None:
+nothing). `linear_add` makes such a pair and `add_norm_linear` takes it, so that a device may add at either place;
+`ComposedOps` has both from the plain operations.
+
 Legend: T tokens, H hidden size, N outputs, K inputs, D head_dim.
 """
 
@@ -67,6 +71,26 @@ class Ops(Protocol):
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """x W^T + bias: [T, K] -> [T, N]."""
 
+    def linear_add(
+        self, x: torch.Tensor, weight: Weight, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The sum of linear(x) and residual, which may be overwritten."""
+
+    def add_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual)."""
+
+    def add_norm_linear(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(linear(norm(x + residual)), x + residual)."""
+
+    def add_norm_gated_linear(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(silu_mul(linear(norm(x + residual))), x + residual)."""
+
     def rope_and_cache(
         self,
         qkv: torch.Tensor,
@@ -104,3 +128,31 @@ class Ops(Protocol):
 
     def logits(self, hidden: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Float32 scores of the vocabulary for a few rows: [R, H] -> [R, V]."""
+
+
+class ComposedOps:
+    """Fused operations from plain ones, for an implementation of `Ops` to inherit."""
+
+    def linear_add(
+        self: Ops, x: torch.Tensor, weight: Weight, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        return self.linear(x, weight), residual
+
+    def add_norm(
+        self: Ops, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if x is None:
+            return self.rms_norm(residual, norm_w, eps), residual
+        return self.add_rms_norm(x, residual, norm_w, eps)
+
+    def add_norm_linear(
+        self: Ops, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.add_norm(x, residual, norm_w, eps)
+        return self.linear(x, weight), residual
+
+    def add_norm_gated_linear(
+        self: Ops, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.add_norm_linear(x, residual, norm_w, eps, weight)
+        return self.silu_mul(x), residual

@@ -18,7 +18,7 @@ import torch
 
 from aioengine.fastcore import native
 from aioengine.layers.context import AttentionMetadata, StepContext
-from aioengine.layers.ops import Weight
+from aioengine.layers.ops import ComposedOps, Weight
 
 if TYPE_CHECKING:
     from aioengine.models import Model
@@ -67,7 +67,7 @@ class _Scratch:
         return buffer[:rows], buffer.data_ptr()
 
 
-class CpuOps:
+class CpuOps(ComposedOps):
     """See `Ops` for what each operation does.
 
     Args:

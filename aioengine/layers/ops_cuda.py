@@ -19,7 +19,7 @@ from aioengine.kernels import activation, attention, attention_prefill, linear, 
 from aioengine.kernels.attention_plan import AttentionPlan
 from aioengine.kernels.attention_prefill import LongRow
 from aioengine.layers.context import AttentionMetadata
-from aioengine.layers.ops import Weight
+from aioengine.layers.ops import ComposedOps, Weight
 
 if TYPE_CHECKING:
     from aioengine.raw_tensor import RawTensor
@@ -57,7 +57,7 @@ class DeviceWeight:
         return self.matrix.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
-class CudaOps:
+class CudaOps(ComposedOps):
     """See `Ops` for what each operation does; `logits` are in the model's type, the sampler widens them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, use_skinny: bool = True) -> None:
@@ -127,10 +127,39 @@ class CudaOps:
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         own = _own(weight)
-        matrix = own.matrix
-        if self.use_skinny and linear.skinny_tile(x.shape[0], *matrix.shape, False) is not None:
-            return linear.linear(x, matrix, own.bias)
-        return F.linear(x, matrix, own.bias)
+        if self._is_skinny(x, own.num_outputs):
+            return linear.linear(x, own.matrix, own.bias)
+        return F.linear(x, own.matrix, own.bias)
+
+    def linear_add(
+        self, x: torch.Tensor, weight: Weight, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        own = _own(weight)
+        if self._is_skinny(x, own.num_outputs) and own.bias is None:
+            return None, linear.linear_add(x, own.matrix, residual)
+        return super().linear_add(x, weight, residual)
+
+    def add_norm_linear(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = _own(weight)
+        if x is None and self._is_skinny(residual, own.num_outputs):
+            return linear.norm_linear(residual, norm_w, eps, own.matrix, own.bias), residual
+        return super().add_norm_linear(x, residual, norm_w, eps, weight)
+
+    def add_norm_gated_linear(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm_w: torch.Tensor, eps: float, weight: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = _own(weight)
+        if x is None and own.bias is None and self._is_skinny(residual, own.num_outputs // 2, gated=True):
+            return linear.norm_gated_linear(residual, norm_w, eps, own.matrix), residual
+        normed, residual = self.add_norm(x, residual, norm_w, eps)  # the norm is fused with the gate or not at all
+        return self.silu_mul(self.linear(normed, weight)), residual
+
+    def _is_skinny(self, x: torch.Tensor, num_outputs: int, gated: bool = False) -> bool:
+        """Whether our own kernel multiplies the rows of x faster than cuBLAS."""
+        rows, num_inputs = x.shape
+        return self.use_skinny and linear.skinny_tile(rows, num_outputs, num_inputs, gated) is not None
 
     def rope_and_cache(
         self,

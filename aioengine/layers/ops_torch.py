@@ -18,7 +18,7 @@ from aioengine.kernels.attention import paged_attention_ref
 from aioengine.kernels.norm import add_rms_norm_ref, rms_norm_ref
 from aioengine.kernels.rope import rope_and_cache_ref
 from aioengine.layers.context import AttentionMetadata
-from aioengine.layers.ops import Weight
+from aioengine.layers.ops import ComposedOps, Weight
 
 if TYPE_CHECKING:
     from aioengine.raw_tensor import RawTensor
@@ -44,7 +44,7 @@ class TorchWeight:
         return self.matrix.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
-class TorchOps:
+class TorchOps(ComposedOps):
     """See `Ops` for what each operation does."""
 
     def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:

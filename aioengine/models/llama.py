@@ -35,10 +35,10 @@ class Attention:
         self.q_norm = weights.vector(prefix + "q_norm") if spec.qk_norm else None
         self.k_norm = weights.vector(prefix + "k_norm") if spec.qk_norm else None
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """What the queries gather, before the output projection."""
         ops = ctx.ops
         kv_cache = ctx.kv_caches[self.layer]
-        qkv = ops.linear(x, self.qkv_proj)
         q = ops.rope_and_cache(
             qkv,
             positions,
@@ -52,45 +52,31 @@ class Attention:
             self.num_kv_heads,
             self.head_dim,
         )
-        attended = ops.attention(q, kv_cache, ctx.attention, self.scale, self.window, 0.0)
-        return ops.linear(attended, self.o_proj)
-
-
-class MLP:
-    """SwiGLU."""
-
-    def __init__(self, layer: int, weights: LoadedWeights) -> None:
-        prefix = f"layers.{layer}.mlp."
-        self.gate_up_proj = weights.matrix(prefix + "gate_up_proj")
-        self.down_proj = weights.matrix(prefix + "down_proj")
-
-    def forward(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        ops = ctx.ops
-        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up_proj)), self.down_proj)
+        return ops.attention(q, kv_cache, ctx.attention, self.scale, self.window, 0.0)
 
 
 class DecoderLayer:
-    """Attention and MLP with a norm before each; the sum that runs beside them is `residual`."""
+    """Attention and SwiGLU with a norm before each; see `layers/ops.py` for the sum of `x` and `residual`."""
 
     def __init__(self, spec: ModelSpec, layer: int, weights: LoadedWeights, cos_sin: torch.Tensor) -> None:
+        prefix = f"layers.{layer}."
         self.eps = spec.rms_norm_eps
-        self.input_layernorm = weights.vector(f"layers.{layer}.input_layernorm")
+        self.input_layernorm = weights.vector(prefix + "input_layernorm")
         self.self_attn = Attention(spec, layer, weights, cos_sin)
-        self.post_attention_layernorm = weights.vector(f"layers.{layer}.post_attention_layernorm")
-        self.mlp = MLP(layer, weights)
+        self.post_attention_layernorm = weights.vector(prefix + "post_attention_layernorm")
+        self.gate_up_proj = weights.matrix(prefix + "mlp.gate_up_proj")
+        self.down_proj = weights.matrix(prefix + "mlp.down_proj")
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, ctx: StepContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ops = ctx.ops
-        if residual is None:
-            residual = x
-            x = ops.rms_norm(x, self.input_layernorm, self.eps)
-        else:
-            x, residual = ops.add_rms_norm(x, residual, self.input_layernorm, self.eps)
-        x = self.self_attn.forward(x, positions, ctx)
-        x, residual = ops.add_rms_norm(x, residual, self.post_attention_layernorm, self.eps)
-        return self.mlp.forward(x, ctx), residual
+        self, x: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, ctx: StepContext
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        ops, attn = ctx.ops, self.self_attn
+        qkv, residual = ops.add_norm_linear(x, residual, self.input_layernorm, self.eps, attn.qkv_proj)
+        x, residual = ops.linear_add(attn.forward(qkv, positions, ctx), attn.o_proj, residual)
+        gated, residual = ops.add_norm_gated_linear(
+            x, residual, self.post_attention_layernorm, self.eps, self.gate_up_proj
+        )
+        return ops.linear_add(gated, self.down_proj, residual)
 
 
 class LlamaModel:
@@ -103,12 +89,10 @@ class LlamaModel:
         self.norm = weights.vector("norm")
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        x = ctx.ops.embed(input_ids, self.embed_tokens)
-        residual = None
+        x, residual = None, ctx.ops.embed(input_ids, self.embed_tokens)
         for layer in self.layers:
             x, residual = layer.forward(x, residual, positions, ctx)
-        assert residual is not None
-        return ctx.ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
+        return ctx.ops.add_norm(x, residual, self.norm, self.eps)[0]
 
 
 class LlamaForCausalLM:
