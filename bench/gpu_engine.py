@@ -1,10 +1,15 @@
 """Checks and measures the whole engine on one GPU, beside the figures of `shared/anchors`.
 
-    python -m aioengine.bench.gpu_engine [--out DIR] [--models NAME,...] [--sections NAME,...]
+    python -m aioengine.bench.gpu_engine [--out DIR] [--models NAME,...] [--sections NAME,...] [--set OPTION=VALUE ...]
 
 Models are shapes with random bfloat16 weights, as in the anchors (vLLM 0.26.0, one H200). Prompts are random ids
 drawn anew for each run; greedy and ignore_eos unless a workload says otherwise. One failing section is reported
 and the rest goes on. Writes gpu_engine.json to --out after every section and prints one line per figure.
+
+Sections that are no workload of the anchors: `compare` (graphs against eager steps), `steps` (host and device time
+of decode steps, idle device), `mixed` (W5 cold, W1 and W6 once more, their steps by size), `draws` (what sampling
+adds to a step of 256 rows), `host` (kernels of a step). Set options of the engine with --set, e.g.
+`--set max_num_batched_tokens=16384`.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from aioengine import AsyncEngine, EngineConfig
+from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.bench.gpu_steps import StepProbe
 from aioengine.bench.report import machine, peak_memory_bytes
 from aioengine.bench.workloads import Job, random_prompts, run_jobs
 
@@ -59,7 +65,7 @@ ANCHORS: dict[str, dict[str, tuple[float, bool]]] = {
         "start s": (105.0, False),
     },
 }
-SECTIONS = ("start", "W3", "W2", "W7", "W5", "W6", "W1", "host")
+SECTIONS = ("start", "W3", "W2", "W7", "W5", "W6", "W1", "steps", "mixed", "draws", "host")
 SEEDS = iter(range(1, 1 << 30))
 
 
@@ -81,6 +87,20 @@ class Report:
             line += f"   anchor {anchor[0]:10,.3f}   {ratio:5.2f} x"
         self.data["figures"].setdefault(model, {})[name] = entry
         print(line, flush=True)
+        self.write()
+
+    def note(self, model: str, name: str, value: Any) -> None:
+        """Figures that stand beside no anchor; a list of rows is printed as a table."""
+        self.data.setdefault("details", {})[f"{model} {name}"] = value
+        rows = value if isinstance(value, list) else [value]
+        print(f"-- {model}: {name}", flush=True)
+        if isinstance(value, list) and rows:
+            print("   " + " ".join(f"{key:>18}" for key in rows[0]), flush=True)
+        for row in rows:
+            if isinstance(value, list):
+                print("   " + " ".join(f"{cell:>18}" for cell in row.values()), flush=True)
+            else:
+                print("   " + ", ".join(f"{key} {cell}" for key, cell in row.items()), flush=True)
         self.write()
 
     def fail(self, model: str, section: str, error: BaseException) -> None:
@@ -163,20 +183,94 @@ async def run_w5(engine: AsyncEngine, model: str, report: Report) -> None:
     report.add(model, "W5 warm s", statistics.median([await elapsed(engine, work) for _ in range(2)]))
 
 
-async def run_w6(engine: AsyncEngine, model: str, report: Report) -> None:
-    rng = random.Random(0)
+def w6_jobs(seed: int = 0) -> list[Job]:
+    """Prompts and lengths of W6; seed 0 is the anchors' own."""
+    rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     lengths = [rng.randint(100, 1024) for _ in range(256)]
-    work = [Job(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    return [Job(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+async def run_w6(engine: AsyncEngine, model: str, report: Report) -> None:
+    work = w6_jobs()
     await elapsed(engine, jobs(engine, 256, 64, 4), 0.6)
     seconds = await elapsed(engine, work, 0.6)
-    report.add(model, "W6 out tok/s", sum(lengths) / seconds)
+    report.add(model, "W6 out tok/s", sum(job.output_len for job in work) / seconds)
 
 
 async def run_w7(engine: AsyncEngine, model: str, report: Report) -> None:
     await elapsed(engine, jobs(engine, 1, 32768, 1))  # cuDNN plans each shape at its first use
     seconds = [await elapsed(engine, jobs(engine, 1, 32768, 1)) for _ in range(3)]
     report.add(model, "W7 prefill tok/s", 32768 / statistics.median(seconds))
+
+
+async def run_steps(engine: AsyncEngine, model: str, report: Report) -> None:
+    """Host and device time of decode steps, and how long the device lies idle between them."""
+    for batch in (1, 8, 64, 256):
+        for kind, temperature in (("greedy", 0.0), ("drawn", 0.8)):
+            work = jobs(engine, batch, 128, 65)
+            await elapsed(engine, [Job(job.prompt[:100], 5) for job in work], temperature)
+            with StepProbe(engine) as probe:
+                await elapsed(engine, work, temperature)
+            report.note(
+                model,
+                f"{kind} steps of {batch} rows",
+                probe.breakdown(lambda s, n=batch: s.num_tokens == s.num_rows == n),
+            )
+    report.note(model, "host memory", memory())
+
+
+async def run_mixed(engine: AsyncEngine, model: str, report: Report) -> None:
+    """Steps of the workloads that mix prompts and decodes, by their number of tokens."""
+    for name, work, temperature in (
+        ("W5 cold", jobs(engine, 128, 8192 + 64, 16, prefix_len=8192), 0.0),
+        ("W6", w6_jobs(next(SEEDS)), 0.6),
+        ("W1, half of it", jobs(engine, 256, 1024, 128), 0.0),
+    ):
+        with StepProbe(engine) as probe:
+            seconds = await elapsed(engine, work, temperature)
+        report.note(model, f"{name}, steps by size", probe.by_size())
+        report.note(model, f"{name}, all steps", {"seconds": round(seconds, 3), **probe.breakdown()})
+
+
+async def run_draws(engine: AsyncEngine, model: str, report: Report) -> None:
+    """What choosing tokens adds to the steps of 256 rows: device and wall time, by sampling parameters."""
+    rows = []
+    for name, options in (
+        ("greedy", {"temperature": 0.0}),
+        ("temperature", {"temperature": 0.6}),
+        ("top-p", {"temperature": 0.6, "top_p": 0.95}),
+        ("top-k", {"temperature": 0.6, "top_k": 50}),
+        ("top-k, top-p", {"temperature": 0.6, "top_k": 50, "top_p": 0.95}),
+        ("min-p", {"temperature": 0.6, "min_p": 0.05}),
+        ("penalties", {"temperature": 0.6, "frequency_penalty": 0.5}),
+        ("logprobs", {"temperature": 0.6, "logprobs": 1}),
+    ):
+        work = jobs(engine, 256, 100, 40)
+        await sample_all(engine, [Job(job.prompt[:16], 3) for job in work], options)
+        with StepProbe(engine) as probe:
+            await sample_all(engine, work, options)
+        found = probe.breakdown(lambda step: step.num_tokens == step.num_rows == 256)
+        keep = ("device_us", "wall_us", "host_us", "launch_us", "idle_share")
+        rows.append({"parameters": name, **{key: found.get(key) for key in keep}})
+    report.note(model, "choosing tokens, 256 rows", rows)
+
+
+async def sample_all(engine: AsyncEngine, work: list[Job], options: dict[str, Any]) -> None:
+    """Runs all jobs with these sampling parameters."""
+
+    async def one(job: Job) -> None:
+        params = SamplingParams(max_tokens=job.output_len, ignore_eos=True, **options)
+        async for _ in await engine.submit(job.prompt, params):
+            pass
+
+    await asyncio.gather(*(one(job) for job in work))
+
+
+def memory() -> dict[str, float]:
+    """Resident memory of this process, MiB: now and at most."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return {name: round(int(fields[name].split()[0]) / 1024, 1) for name in ("VmRSS", "VmHWM", "RssAnon", "RssFile")}
 
 
 async def run_host(engine: AsyncEngine, model: str, report: Report) -> None:
@@ -203,17 +297,21 @@ WORKLOADS: dict[str, Callable[[AsyncEngine, str, Report], Awaitable[None]]] = {
     "W5": run_w5,
     "W6": run_w6,
     "W1": run_w1,
+    "steps": run_steps,
+    "mixed": run_mixed,
+    "draws": run_draws,
     "host": run_host,
 }
 
 
-async def measure(model: str, sections: list[str], report: Report) -> None:
+async def measure(model: str, sections: list[str], report: Report, options: dict[str, Any]) -> None:
     """All workloads on one engine."""
     begun = time.perf_counter()
-    async with AsyncEngine(config(model)) as engine:
+    async with AsyncEngine(config(model, **options)) as engine:
         await elapsed(engine, jobs(engine, 1, 16, 1))
         report.add(model, "start s", time.perf_counter() - begun)
         print(f"   {engine.memory_report}", flush=True)
+        report.note(model, "start, seconds", {name: round(s, 2) for name, s in engine.startup_timings.items()})
         for name in sections:
             if name in WORKLOADS:
                 took = time.perf_counter()
@@ -226,7 +324,6 @@ async def measure(model: str, sections: list[str], report: Report) -> None:
 
 async def tokens(model: str, work: list[Job], **options: Any) -> list[list[int]]:
     """Greedy tokens of every job."""
-    from aioengine import SamplingParams
 
     async def one(engine: AsyncEngine, job: Job) -> list[int]:
         found: list[int] = []
@@ -260,8 +357,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b")
     parser.add_argument("--sections", default="compare," + ",".join(SECTIONS))
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the engine")
     args = parser.parse_args()
     sections = args.sections.split(",")
+    options = {name: json.loads(value) for name, _, value in (given.partition("=") for given in args.set)}
     report = Report(args.out)
     print(report.data["card"], flush=True)
     if "compare" in sections:
@@ -271,7 +370,7 @@ def main() -> int:
             report.fail("smollm2-135m", "compare", error)
     for model in filter(None, args.models.split(",")):
         try:
-            asyncio.run(measure(model, sections, report))
+            asyncio.run(measure(model, sections, report, options))
         except Exception as error:
             report.fail(model, "engine", error)
     report.write()

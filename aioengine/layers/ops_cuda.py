@@ -200,7 +200,8 @@ class CudaOps(ComposedOps):
     ) -> torch.Tensor:
         assert isinstance(meta, DeviceAttention), type(meta)
         plan = meta.plans[window]
-        out = attention.paged_attention(q, kv_cache, meta.block_table, plan, scale, softcap)
+        # The rotary kernel stands between, so the work list may be read before the wait.
+        out = attention.paged_attention(q, kv_cache, meta.block_table, plan, scale, softcap, is_settled=True)
         if meta.long_rows and window == 0:
             attention_prefill.long_prefill_attention(out, q, kv_cache, meta.block_table, meta.long_rows, scale)
         return out
