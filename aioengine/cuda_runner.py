@@ -45,6 +45,9 @@ class _Slot:
     """[2, max_num_seqs] on the device: the side stream reads it while the next step runs."""
     host_packed: torch.Tensor
     """The same, pinned."""
+    temperature: torch.Tensor
+    """By row, pinned: what draws need, copied to the device when a row begins to draw."""
+    seeds: torch.Tensor
     reached: torch.cuda.Event
     is_free: bool = True
 
@@ -116,6 +119,8 @@ class CudaRunner:
             torch.empty(num_words, dtype=torch.int32, pin_memory=True),
             torch.zeros(shape, dtype=torch.int32, device=self._compute.device),
             torch.empty(shape, dtype=torch.int32, pin_memory=True),
+            torch.empty(self._max_num_seqs, dtype=torch.float32, pin_memory=True),
+            torch.empty(self._max_num_seqs, dtype=torch.int64, pin_memory=True),
             torch.cuda.Event(),
         )
 
@@ -189,18 +194,22 @@ class CudaRunner:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             sampler.join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:])
+        if any(not request.sampling.params.is_greedy for request in plan.joined):
+            slot.temperature.numpy()[:], slot.seeds.numpy()[:] = sampler.draws()
+            forward.temperature.copy_(slot.temperature, non_blocking=True)
+            forward.seeds.copy_(slot.seeds, non_blocking=True)
 
         facts = StepFacts.of(plan.buffer)
         num_samples = facts.num_samples
-        is_greedy = sampler.is_plain_greedy(facts.sample_rows, facts.sample_num_outputs)
-        output = forward.run(facts, is_greedy=is_greedy)
+        is_plain = sampler.is_plain(facts.sample_rows, facts.sample_num_outputs)
+        output = forward.run(facts, is_plain=is_plain)
         pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None)
         if num_samples:
             if not output.has_chosen:
                 rows = output.hidden.index_select(0, output.inputs.sample_indices[:num_samples])
                 device_rows = output.inputs.sample_rows[:num_samples]
-                if is_greedy:
-                    forward.choose(rows, device_rows, output.ctx)
+                if is_plain:
+                    forward.choose(rows, device_rows, output.inputs.sample_num_outputs[:num_samples], output.ctx)
                 else:
                     logits = model.logits(rows, output.ctx)
                     sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs)

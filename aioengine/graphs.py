@@ -1,7 +1,7 @@
 """The forward pass of a step on a device: unpacked, padded to a bucket, and replayed as a CUDA graph.
 
-`StepForward` owns what every step reads and writes at fixed addresses (the step buffer, the persistent block
-table and last tokens, the chosen tokens) and one captured graph per `Bucket`. A bucket seen for the first time
+`StepForward` owns what every step reads and writes at fixed addresses (the step buffer, the persistent rows' block
+table, draws and last tokens, the chosen tokens) and one captured graph per `Bucket`. A bucket seen for the first time
 runs its step eagerly, which compiles and warms what it needs, and is captured right after; capture executes
 nothing. Steps with a chunk long enough for cuDNN, and all steps at -O0, run eagerly at their own size.
 
@@ -25,7 +25,7 @@ from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
 from aioengine.kernels import step as layout
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
-from aioengine.kernels.keep import keep_greedy
+from aioengine.kernels.choose import choose
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
 from aioengine.layers.context import StepContext
@@ -130,7 +130,7 @@ class Bucket:
     few_queries: bool
     """No row has more queries than the decode tile takes, so that one attention launch serves all."""
     chooses: bool
-    """Ends with the greedy choice of every sample instead of hidden states."""
+    """Ends with the choice of every sample, greedy or drawn (`kernels/choose.py`), instead of hidden states."""
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class StepOutput:
     inputs: StepInputs
     ctx: StepContext
     has_chosen: bool
-    """`StepForward.packed` and `last_token` hold the greedy choices."""
+    """`StepForward.packed` and `last_token` hold the choices."""
 
 
 class StepForward:
@@ -201,7 +201,10 @@ class StepForward:
         self.block_table = ints(max_num_seqs, max_blocks)
         self.last_token = ints(max_num_seqs)
         self.packed = ints(2, max_num_seqs)
-        """Greedy choices: token ids, then statuses."""
+        """Choices of plain samples: token ids, then statuses."""
+        self.temperature = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
+        """By persistent row, 0 is greedy; the runner copies it and the seeds here as requests join."""
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         largest = self.buckets[-1] if self.buckets else 0
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
         self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
@@ -210,8 +213,8 @@ class StepForward:
     def num_graphs(self) -> int:
         return sum(entry.graph is not None for entry in self._entries.values())
 
-    def run(self, facts: StepFacts, *, is_greedy: bool) -> StepOutput:
-        """Runs the step that lies in `buffer`. `is_greedy`: every sample is the plain greedy choice."""
+    def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
+        """Runs the step that lies in `buffer`. `is_plain`: every sample is greedy or an unfiltered draw."""
         is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
         if not self.buckets or is_long:
             return self._run_at_size(facts)
@@ -219,7 +222,7 @@ class StepForward:
         bucket = Bucket(
             self.buckets[bisect_left(self.buckets, facts.num_tokens)],
             few_queries,
-            is_greedy and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
+            is_plain and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
         )
         entry = self._entries.get(bucket)
         if entry is None:
@@ -231,10 +234,12 @@ class StepForward:
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
         return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.chooses)
 
-    def choose(self, hidden_rows: torch.Tensor, rows: torch.Tensor, ctx: StepContext) -> None:
-        """Greedy choice of hidden rows [N, H] for persistent rows [N], kept in `packed` and `last_token`."""
+    def choose(
+        self, hidden_rows: torch.Tensor, rows: torch.Tensor, num_outputs: torch.Tensor, ctx: StepContext
+    ) -> None:
+        """Choice from hidden rows [N, H] of persistent rows [N], kept in `packed` and `last_token`."""
         logits = self._model.logits(hidden_rows, ctx)
-        keep_greedy(argmax(logits), logits, rows, self.packed, self.last_token)
+        choose(logits, rows, num_outputs, self.temperature, self.seeds, self.packed, self.last_token)
 
     def prepare(self, bucket: Bucket) -> None:
         """Captures a bucket ahead of its first step, by running a step of padding; leaves no trace."""
@@ -293,7 +298,9 @@ class StepForward:
         hidden = self._forward(entry)
         if bucket.chooses:
             ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-            self.choose(hidden.index_select(0, entry.inputs.sample_indices), entry.inputs.sample_rows, ctx)
+            inputs = entry.inputs
+            hidden_rows = hidden.index_select(0, inputs.sample_indices)
+            self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx)
         else:
             self._hidden[: bucket.num_tokens].copy_(hidden)
 

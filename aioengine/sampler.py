@@ -43,7 +43,7 @@ __all__ = [
     "compile_sampling",
 ]
 
-_DRAWN, _PENALIZED, _SCORED, _CONSTRAINED = 1, 2, 4, 8
+_DRAWN, _PENALIZED, _SCORED, _CONSTRAINED, _FILTERED = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,10 @@ class Sampler:
             p.frequency_penalty,
             p.presence_penalty,
         )
-        flags = 0 if p.is_greedy else _DRAWN
+        flags = 0
+        if not p.is_greedy:
+            is_filtered = p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < self.vocab_size
+            flags = _DRAWN | _FILTERED if is_filtered else _DRAWN
         self._constrained_before[row] = self._constraints.join(row, plan, output_ids)
         if p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0:
             flags |= _PENALIZED
@@ -129,9 +132,14 @@ class Sampler:
             self._penalties.leave(row)
         self._flags[row] = 0
 
-    def is_plain_greedy(self, rows: ArrayLike, num_outputs: ArrayLike) -> bool:
-        """Whether `sample` of these rows would be the argmax of their logits and nothing else."""
-        return not self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64)).any()
+    def is_plain(self, rows: ArrayLike, num_outputs: ArrayLike) -> bool:
+        """Whether each of these rows takes its greatest logit or an unfiltered draw, and is asked nothing else."""
+        flags = self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64))
+        return not (flags & ~_DRAWN).any()
+
+    def draws(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Temperature, 0 for greedy choice, and seed of every row."""
+        return np.where(self._flags & _DRAWN, self._settings["temperature"], 0), self._settings["seed"]
 
     def sample(self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike) -> SampledStep:
         """Chooses one token for each row of `logits` and counts it as that row's newest output token.

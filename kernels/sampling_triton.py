@@ -19,7 +19,7 @@ from .jit import INTERPRETED, jit, launch_options, let_next_start, require_kerne
 
 
 @jit
-def _sortable(x):
+def sortable(x):
     """int32 that order like the float32 x, NaN above everything."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: one zero instead of two
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -35,7 +35,7 @@ def _log2(x, APPROXIMATE: tl.constexpr):
 
 
 @jit
-def _gumbel(seed, position, first, GROUPS: tl.constexpr, APPROXIMATE: tl.constexpr):
+def gumbel(seed, position, first, GROUPS: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Noise of the tokens first .. first + 4 GROUPS (first a multiple of 4); see `sampling.py`.
 
     -log(1 - u) loses its digits to the subtraction where u is small: its series serves there.
@@ -94,9 +94,9 @@ def _best_of_chunk_kernel(
         if HAS_TEMPERATURE:
             x = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
         if DRAW:
-            score = x + _gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
+            score = x + gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
             x = tl.where(x >= threshold, score, tl.where(x != x, x, float("-inf")))
-        key = tl.where(mask, _sortable(x), -0x80000000)
+        key = tl.where(mask, sortable(x), -0x80000000)
         is_better = key > best
         best = tl.where(is_better, key, best)
         best_index = tl.where(is_better, index, best_index)

@@ -23,6 +23,7 @@ from aioengine.fastcore import native
 from aioengine.graphs import StepFacts, StepForward, token_buckets
 from aioengine.kernels import attention_plan
 from aioengine.kernels.attention_plan import tile_for
+from aioengine.kernels.sampling import draw_ref
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.loader import load_model
 from tests.kernels.triton_here import need_triton
@@ -30,7 +31,7 @@ from tests.models.plans import FakeRequest, Planner
 from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
-
+TEMPERATURE, SEED = 5.0, 123_456_789_012
 
 
 def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
@@ -145,16 +146,21 @@ def forward(family: Family, level: int, small_grids: None) -> StepForward:
     )
 
 
-def run_step(forward: StepForward, planner: Planner, chunks: dict[FakeRequest, int]) -> None:
-    """One greedy step as the runner takes it."""
+def run_step(
+    forward: StepForward, planner: Planner, chunks: dict[FakeRequest, int], drawn: FakeRequest | None = None
+) -> None:
+    """One step as the runner takes it: all rows greedy but for `drawn`."""
     plan = planner.plan(chunks)
+    if drawn is not None:
+        forward.temperature[drawn.row], forward.seeds[drawn.row] = TEMPERATURE, SEED
     forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
     facts = StepFacts.of(plan.buffer)
     with torch.no_grad():
-        output = forward.run(facts, is_greedy=True)
+        output = forward.run(facts, is_plain=True)
         if facts.num_samples and not output.has_chosen:
-            at = output.inputs.sample_indices[: facts.num_samples]
-            forward.choose(output.hidden[at.long()], output.inputs.sample_rows[: facts.num_samples], output.ctx)
+            n, inputs = facts.num_samples, output.inputs
+            rows = output.hidden[inputs.sample_indices[:n].long()]
+            forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx)
     ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
     assert not status.any()
     planner.update(plan, ids.tolist())
@@ -170,14 +176,19 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
     with np.errstate(all="ignore"):
         run_step(forward, planner, {first: 5})
         run_step(forward, planner, {first: 1, second: 14})
-        run_step(forward, planner, {second: 9, third: 1, first: 1})
+        run_step(forward, planner, {second: 9, third: 1, first: 1}, drawn=third)
         run_step(forward, planner, dict.fromkeys((first, second, third), 1))
         run_step(forward, planner, {second: 1, first: 1})
     assert forward.num_graphs == 0
     for request in (first, second, third):
         ids = torch.tensor([request.prompt + request.outputs])
         with torch.no_grad():
-            expected = family.reference(ids).logits[0].argmax(-1)[len(request.prompt) - 1 : -1]
+            logits = family.reference(ids).logits[0, len(request.prompt) - 1 : -1]
+        expected = logits.argmax(-1)
+        if request is third:
+            seeds, positions = torch.full((len(logits),), SEED), torch.arange(len(logits))
+            expected = draw_ref(logits / TEMPERATURE, torch.full((len(logits),), -torch.inf), seeds, positions)
+            assert expected.tolist() != logits.argmax(-1).tolist()
         assert request.outputs == expected.tolist()
 
 

@@ -191,15 +191,15 @@ def test_lowest_id_wins_a_tie_of_greedy_rows(make: MakeSampler) -> None:
     assert sampler.sample(logits, [0], [0]).token_ids.tolist() == [70]
 
 
-def test_plain_greedy_is_greedy_without_anything_else(make: MakeSampler) -> None:
+def test_plain_rows_are_greedy_or_drawn_without_anything_else(make: MakeSampler) -> None:
     sampler, plans = make(VOCAB), mixed_plans()
     for choice, plan in enumerate(plans):
         sampler.join(choice, plan, PROMPTS[choice], [])
-    assert [c for c in range(len(plans)) if sampler.is_plain_greedy([c], [0])] == [0]
-    assert [c for c in range(len(plans)) if sampler.is_plain_greedy([c], [3])] == [0, 8]
-    assert not sampler.is_plain_greedy([0, 2], [0, 0])
+    assert [c for c in range(len(plans)) if sampler.is_plain([c], [0])] == [0, 2]
+    assert [c for c in range(len(plans)) if sampler.is_plain([c], [3])] == [0, 2, 8]
+    assert sampler.is_plain([0, 2], [0, 0]) and not sampler.is_plain([0, 8], [0, 0])
     sampler.leave(8)
-    assert sampler.is_plain_greedy([0, 8], [0, 0])
+    assert sampler.is_plain([0, 8], [0, 0])
 
 
 def test_greedy_rows_ignore_the_filters(make: MakeSampler) -> None:
@@ -273,6 +273,28 @@ def mixed_plans() -> list[SamplingPlan]:
 
 def logits_of(choice: int, position: int) -> torch.Tensor:
     return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(1000 * choice + position))
+
+
+@pytest.mark.parametrize(
+    ("params", "is_plain"),
+    [
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_k": VOCAB}, True),
+        ({"temperature": 0.7, "top_k": VOCAB - 1}, False),
+        ({"temperature": 0.7, "top_p": 0.99}, False),
+        ({"temperature": 0.7, "min_p": 0.01}, False),
+        ({"temperature": 0.7, "logprobs": 1}, False),
+        ({"temperature": 0.0, "top_p": 0.5}, True),
+    ],
+)
+def test_draws_are_plain_without_filters(params: dict[str, Any], is_plain: bool) -> None:
+    sampler = Sampler(VOCAB, 4)
+    sampler.join(2, plan_for(VOCAB, seed=5, **params), [], [])
+    assert sampler.is_plain([2], [0]) == is_plain
+    temperature, seeds = sampler.draws()
+    assert temperature[2] == np.float32(params["temperature"]) and seeds[2] == 5
+    sampler.join(2, plan_for(VOCAB, temperature=0.0), [], [])
+    assert sampler.draws()[0][2] == 0
 
 
 def entry_of(logprobs: RowLogprobs | None) -> tuple[object, ...]:

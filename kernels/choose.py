@@ -1,0 +1,167 @@
+"""Chooses the next tokens of plain rows and keeps them: for the host in one piece, for the next step by row.
+
+A row is plain if its token is the greatest logit, or a draw from all tokens at a temperature: nothing filters or
+edits its logits. What a draw needs lies on the device by persistent row, so that a captured graph serves any mix:
+
+    temperature  [max_rows] float32      0 takes the greatest logit
+    seeds        [max_rows] int64        of the row's draws; the bits of an unsigned key
+    packed       [2, max_samples] int32  token ids, then statuses: 0 fine, 1 not finite, 2 all of them -inf
+    last_token   [max_rows] int32        what a -1 in the next step buffer stands for
+
+Samples with row -1 are padding and leave no trace in `last_token`. The tokens are those of `sampling_triton.py`.
+Called by `aioengine/graphs.py` at the end of a step whose rows are all plain.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .jit import INTERPRETED, jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+from .sampling import draw_ref
+from .sampling_triton import gumbel, sortable
+
+
+def choose_ref(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_outputs: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    packed: torch.Tensor,
+    last_token: torch.Tensor,
+) -> None:
+    """Logits [N, V] of persistent rows [N] whose outputs so far are num_outputs [N]; writes packed and last_token."""
+    num_samples, x = len(rows), logits.float()
+    at = rows.clamp(min=0).long()
+    ids, divisor = x.argmax(-1), temperature[at]
+    drawn = divisor > 0
+    z = x[drawn] / divisor[drawn, None]
+    ids[drawn] = draw_ref(z, torch.full_like(z[:, 0], -torch.inf), seeds[at][drawn], num_outputs[drawn])
+    top = x.gather(1, ids[:, None])[:, 0]
+    packed[0, :num_samples] = ids.int()
+    packed[1, :num_samples] = torch.where(torch.isfinite(top), 0, torch.where(top == -torch.inf, 2, 1)).int()
+    real = rows >= 0
+    last_token[rows[real].long()] = ids[real].int()
+
+
+@jit(varying=["blocks_per_program"])
+def _best_of_chunk_kernel(
+    logits_ptr,
+    rows_ptr,
+    num_outputs_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    keys_ptr,
+    vocab_size,
+    blocks_per_program,
+    stride_logits_row,
+    APPROXIMATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (sample, chunk): the greatest score among the tokens of its blocks, lowest id first on ties."""
+    sample = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    start = tl.program_id(1) * blocks_per_program * BLOCK
+    row = tl.maximum(tl.load(rows_ptr + sample), 0)
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(num_outputs_ptr + sample)
+    best = tl.full([BLOCK], -0x80000000, tl.int32)
+    best_index = start + tl.arange(0, BLOCK)
+    for first in range(start, tl.minimum(start + blocks_per_program * BLOCK, vocab_size), BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        mask = index < vocab_size
+        logits_ptrs = logits_ptr + sample * stride_logits_row + index
+        score = tl.load(logits_ptrs, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
+        if temperature > 0.0:  # the same for the whole program: greedy rows pay for no noise
+            score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
+            score += gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
+        key = tl.where(mask, sortable(score), -0x80000000)
+        is_better = key > best
+        best = tl.where(is_better, key, best)
+        best_index = tl.where(is_better, index, best_index)
+    keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - best_index).to(tl.int64)
+    tl.store(keys_ptr + sample * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
+
+
+@jit(varying=["num_chunks", "stride_packed"])
+def _keep_best_kernel(
+    keys_ptr,
+    logits_ptr,
+    rows_ptr,
+    packed_ptr,
+    last_token_ptr,
+    num_chunks,
+    stride_logits_row,
+    stride_packed,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per sample: the best of its chunks, with its status."""
+    sample = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    chunk = tl.arange(0, BLOCK)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    keys = tl.load(keys_ptr + sample * num_chunks + chunk, mask=chunk < num_chunks, other=lowest)  # [BLOCK]
+    token_id = 0x7FFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF)
+    row = tl.load(rows_ptr + sample)
+    top = tl.load(logits_ptr + sample * stride_logits_row + token_id).to(tl.float32)
+    status = tl.where(top == float("-inf"), 2, tl.where((top != top) | (top == float("inf")), 1, 0))
+    tl.store(packed_ptr + sample, token_id.to(tl.int32))
+    tl.store(packed_ptr + stride_packed + sample, status)
+    tl.store(last_token_ptr + row, token_id.to(tl.int32), mask=row >= 0)
+
+
+def choose(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    num_outputs: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    packed: torch.Tensor,
+    last_token: torch.Tensor,
+) -> None:
+    """Two launches; see `choose_ref`."""
+    require_kernels(logits.device)
+    num_samples, vocab_size = logits.shape
+    if logits.stride(1) != 1:
+        raise ValueError("logits must be contiguous along the vocabulary")
+    if num_samples == 0:
+        return
+    block = 2048
+    blocks = triton.cdiv(vocab_size, block)
+    blocks_per_program = triton.cdiv(blocks, min(blocks, max(1, 1056 // num_samples), 1024))
+    chunks = triton.cdiv(blocks, blocks_per_program)
+    keys = torch.empty((num_samples, chunks), dtype=torch.int64, device=logits.device)
+    options = launch_options(logits.device)
+    _best_of_chunk_kernel[(num_samples, chunks)](
+        logits,
+        rows,
+        num_outputs,
+        temperature,
+        seeds,
+        keys,
+        vocab_size,
+        blocks_per_program,
+        logits.stride(0),
+        APPROXIMATE=not INTERPRETED,
+        BLOCK=block,
+        num_warps=8,
+        **options,
+    )
+    _keep_best_kernel[(num_samples,)](
+        keys,
+        logits,
+        rows,
+        packed,
+        last_token,
+        chunks,
+        logits.stride(0),
+        packed.stride(0),
+        BLOCK=triton.next_power_of_2(blocks),
+        num_warps=1,
+        **options,
+    )
