@@ -80,19 +80,40 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = option(
         None, "Most tokens in one step; by default 512 on a CPU and 8192 on a GPU."
     )
-    max_num_seqs: int | None = option(
-        None, "Most requests running at once; by default 64 on a CPU and 512 on a GPU."
+    max_num_seqs: int | None = option(None, "Most requests running at once; by default 64 on a CPU and 512 on a GPU.")
+    max_num_scheduled_tokens: int | None = option(
+        None, "Most tokens that the scheduler gives out in one step; by default max_num_batched_tokens."
+    )
+    max_num_active_seqs: int | None = option(
+        None,
+        "Most requests running at once, where that is to be below max_num_seqs, for which memory and CUDA graphs are "
+        "sized; by default max_num_seqs.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or smaller priority number first."
     )
     enable_chunked_prefill: bool = option(True, "Split long prompts over several steps.")
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens of one request in a step while others wait or run; 0 sets no limit."
+        0,
+        "Most prompt tokens of one request in a step while others wait or run; 0 sets no limit, or 4 % of "
+        "max_model_len where max_num_partial_prefills is above 1.",
     )
-    async_scheduling: bool | None = option(
-        None, "Schedule one step ahead of the device; by default on a GPU only."
+    adaptive_long_prefill_threshold: bool = option(
+        False, "Raise the threshold to max_num_batched_tokens divided by the number of requests, if that is more."
     )
+    max_num_partial_prefills: int | None = option(
+        None, "Most prompts in progress over several steps at once; by default there is no limit."
+    )
+    max_long_partial_prefills: int | None = option(
+        None,
+        "How many of these may have more than long_prefill_token_threshold tokens left; shorter prompts pass the "
+        "others.",
+    )
+    scheduler_reserve_full_isl: bool = option(
+        True, "Start a request only if the KV of all its tokens fits, not just that of its first chunk."
+    )
+    watermark: float = option(0.0, "Share of the KV blocks that stays free when a request starts while others run.")
+    async_scheduling: bool | None = option(None, "Schedule one step ahead of the device; by default on a GPU only.")
     max_waiting_requests: int | None = option(
         None, "Refuse new requests with 429 while this many wait; by default there is no limit."
     )
@@ -196,7 +217,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_gpu_blocks_override": (2, 2**31 - 1),
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**16),
+    "max_num_scheduled_tokens": (1, 2**20),
+    "max_num_active_seqs": (1, 2**16),
     "long_prefill_token_threshold": (0, 2**31 - 1),
+    "max_num_partial_prefills": (1, 2**16),
+    "max_long_partial_prefills": (1, 2**16),
+    "watermark": (0, 0.99),
     "max_waiting_requests": (1, 2**31 - 1),
     "num_threads": (1, 1024),
     "log_stats_interval_s": (0, 86400),
@@ -259,6 +285,9 @@ class ResolvedConfig:
     block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_num_scheduled_tokens: int
+    max_num_active_seqs: int
+    long_prefill_token_threshold: int
     async_scheduling: bool
     optimization_level: int
 
@@ -314,6 +343,7 @@ def resolve(
                 param="max_num_batched_tokens",
             )
         budget = max_model_len
+    scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
     return ResolvedConfig(
         device=device,
@@ -324,6 +354,64 @@ def resolve(
         block_size=config.cache.block_size,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
+        max_num_scheduled_tokens=scheduled_tokens,
+        max_num_active_seqs=active_seqs,
+        long_prefill_token_threshold=_long_prefill_threshold(config.scheduler, max_model_len),
         async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
         optimization_level=config.runtime.optimization_level,
     )
+
+
+def _inner_limits(
+    scheduler: SchedulerConfig, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+) -> tuple[int, int]:
+    """max_num_scheduled_tokens and max_num_active_seqs, each within the limit that memory is sized for."""
+    tokens = scheduler.max_num_scheduled_tokens or max_num_batched_tokens
+    seqs = scheduler.max_num_active_seqs or max_num_seqs
+    if seqs > max_num_seqs:
+        raise InvalidConfig(
+            f"max_num_active_seqs={seqs} is above max_num_seqs={max_num_seqs}, the rows there are",
+            param="max_num_active_seqs",
+        )
+    if tokens > max_num_batched_tokens:
+        raise InvalidConfig(
+            f"max_num_scheduled_tokens={tokens} is above max_num_batched_tokens={max_num_batched_tokens}, "
+            "the largest step there is",
+            param="max_num_scheduled_tokens",
+        )
+    if tokens < seqs:
+        raise InvalidConfig(
+            f"max_num_scheduled_tokens={tokens} is below the {seqs} requests that may run: "
+            "every running request needs one token per step; lower --max-num-active-seqs or --max-num-seqs",
+            param="max_num_scheduled_tokens",
+        )
+    if not scheduler.enable_chunked_prefill and tokens < max_model_len:
+        raise InvalidConfig(
+            f"without chunked prefill, max_num_scheduled_tokens={tokens} must reach max_model_len={max_model_len}",
+            param="max_num_scheduled_tokens",
+        )
+    return tokens, seqs
+
+
+def _long_prefill_threshold(scheduler: SchedulerConfig, max_model_len: int) -> int:
+    """long_prefill_token_threshold, after the options that depend on it were checked."""
+    threshold, partial = scheduler.long_prefill_token_threshold, scheduler.max_num_partial_prefills
+    long = scheduler.max_long_partial_prefills
+    if not scheduler.enable_chunked_prefill:
+        for name in ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"):
+            if getattr(scheduler, name):
+                raise InvalidConfig(f"{name}={getattr(scheduler, name)} needs chunked prefill", param=name)
+    if threshold == 0 and partial is not None and partial > 1:
+        threshold = max(1, max_model_len * 4 // 100)
+    if long is not None and partial is not None and long > partial:
+        raise InvalidConfig(
+            f"max_long_partial_prefills={long} is above max_num_partial_prefills={partial}",
+            param="max_long_partial_prefills",
+        )
+    for name, given in (
+        ("max_long_partial_prefills", long),
+        ("adaptive_long_prefill_threshold", scheduler.adaptive_long_prefill_threshold),
+    ):
+        if given and threshold == 0:
+            raise InvalidConfig(f"{name} needs long_prefill_token_threshold: it says what a long prompt is", param=name)
+    return threshold

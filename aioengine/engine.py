@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
-from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, QueueFull
+from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import ChatOptions, Intake
 from aioengine.live import LiveRequests
@@ -61,9 +61,7 @@ class AsyncEngine:
         on_stage: called from a thread with a few words when the start enters a new stage.
     """
 
-    def __init__(
-        self, config: EngineConfig | None = None, *, on_stage: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, config: EngineConfig | None = None, *, on_stage: Callable[[str], None] = lambda _: None) -> None:
         self.config = config or EngineConfig()
         self._on_stage = on_stage
         self._state = "new"
@@ -122,12 +120,19 @@ class AsyncEngine:
             block_size=resolved.block_size,
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_num_active_seqs=resolved.max_num_active_seqs,
+            max_num_scheduled_tokens=resolved.max_num_scheduled_tokens,
             max_model_len=resolved.max_model_len,
             policy=config.scheduler.scheduling_policy,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             hash_algo=config.cache.prefix_caching_hash_algo,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            long_prefill_token_threshold=resolved.long_prefill_token_threshold,
+            adaptive_long_prefill_threshold=config.scheduler.adaptive_long_prefill_threshold,
+            max_num_partial_prefills=config.scheduler.max_num_partial_prefills or 0,
+            max_long_partial_prefills=config.scheduler.max_long_partial_prefills or 0,
+            full_sequence_must_fit=config.scheduler.scheduler_reserve_full_isl,
+            watermark=config.scheduler.watermark,
             max_in_flight=max_in_flight,
             root_seed=root_seed,
         )
@@ -336,6 +341,7 @@ class AsyncEngine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            max_num_active_seqs=scheduler.max_num_active_seqs,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             kv_cache_usage=1.0 - scheduler.num_free_blocks / num_usable,
@@ -348,6 +354,23 @@ class AsyncEngine:
             num_requests_finished=dict(metrics.finished),
             loop_lag_p99_s=metrics.loop_lag_p99_s(),
         )
+
+    def set_max_num_active_seqs(self, value: int) -> None:
+        """Changes how many requests may run at once, from the next step on.
+
+        Requests that run already are not interrupted by a lower limit: they finish, and none starts before.
+
+        Raises:
+            InvalidConfig: it does not lie between 1 and max_num_seqs.
+        """
+        self._check_started()
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.resolved.max_num_seqs:
+            raise InvalidConfig(
+                f"max_num_active_seqs={value!r} must lie between 1 and max_num_seqs={self.resolved.max_num_seqs}",
+                param="max_num_active_seqs",
+            )
+        self._scheduler.max_num_active_seqs = value
+        self._steps.wake()
 
     def metrics_text(self) -> bytes:
         """All metrics in the Prometheus text format."""

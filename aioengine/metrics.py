@@ -60,6 +60,8 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    max_num_active_seqs: int
+    """How many requests may run at once at present."""
     num_blocks: int
     num_free_blocks: int
     kv_cache_usage: float

@@ -1,5 +1,5 @@
 # Blocks of requests: prefix hits, allocation, publication, release.
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.block_pool cimport BlockPool
@@ -15,6 +15,8 @@ cdef class KVManager:
 
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1
+    cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
+    cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1

@@ -58,22 +58,29 @@ cdef class KVManager:
             hits += 1
         return hits
 
-    cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
-        """Takes the hits just matched and new blocks up to `num_tokens` positions; False changes nothing."""
-        cdef int32_t wanted = (num_tokens + self.block_size - 1) // self.block_size
+    cdef int32_t blocks_for(self, int32_t num_tokens) noexcept:
+        return (num_tokens + self.block_size - 1) // self.block_size
+
+    cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept:
+        """Free blocks missing to `admit` a request with the hits just matched; <= 0 if it fits."""
         cdef int32_t free_hits = 0
         cdef int32_t i
-        if CHECKED:
-            assert request.num_blocks == 0 and num_hits <= wanted, f"{request!r} cannot be admitted"
         # Free blocks that are hits cannot serve as new ones too (INV-18).
         for i in range(num_hits):
             free_hits += self.pool.blocks[request.blocks[i]].num_refs == 0
-        if wanted - num_hits > self.pool.num_free - free_hits:
+        return <int64_t> self.blocks_for(num_tokens) - num_hits + free_hits - self.pool.num_free
+
+    cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
+        """Takes the hits just matched and new blocks up to `num_tokens` positions; False changes nothing."""
+        cdef int32_t i
+        if CHECKED:
+            assert request.num_blocks == 0 and num_hits <= self.blocks_for(num_tokens), f"{request!r} is not new"
+        if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
         for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
             self.pool.acquire(request.blocks[i])
         request.num_blocks = request.num_published = num_hits
-        self.take_blocks(request, wanted)
+        self.take_blocks(request, self.blocks_for(num_tokens))
         return True
 
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1:

@@ -49,7 +49,9 @@ cdef class Request:
     cdef int32_t num_sent_blocks                # table entries the device has
     cdef int64_t last_step                      # newest step it is in
     cdef int64_t arrival                        # order of add(); never changes
-    cdef int32_t queue_at                       # index in the waiting queue, -1 = not in it
+    cdef double rank                            # smaller goes first, ties by arrival; never changes after add()
+    cdef int32_t queue_at                       # index in its heap of the waiting queue, -1 = not in it
+    cdef bint queued_long                       # which heap that is
     cdef readonly object finish_reason
     cdef int32_t stop_token
     cdef double first_scheduled_s               # -1 = never

@@ -1,6 +1,7 @@
 # Who runs in the next step, with how many tokens; what happens when a step is over.
 from libc.stdint cimport int32_t, int64_t
 
+from aioengine.fastcore.admission cimport Admission
 from aioengine.fastcore.kv_manager cimport KVManager
 from aioengine.fastcore.queues cimport WaitQueue
 from aioengine.fastcore.request cimport Request
@@ -14,8 +15,16 @@ cdef enum RoomOutcome:
     ROOM_GONE       # the request itself was the victim
 
 
+cdef enum AdmitOutcome:
+    ADMITTED
+    NO_ROOM         # all rows that may run are taken, or blocks are missing
+    TOO_MANY_PARTIAL    # a shorter prompt may pass a long one
+    NOT_NOW         # something else is missing, and nobody may pass
+
+
 cdef class Scheduler:
     cdef readonly KVManager kv
+    cdef readonly Admission admission
     cdef readonly StepBuffer step_buffer
     cdef WaitQueue waiting
     cdef RowPool rows
@@ -26,11 +35,15 @@ cdef class Scheduler:
 
     # Limits.
     cdef readonly int32_t max_num_seqs
+    cdef int32_t max_active
     cdef readonly int32_t max_num_batched_tokens
+    cdef readonly int32_t max_num_scheduled_tokens
     cdef readonly int32_t max_model_len
     cdef readonly int32_t max_in_flight
     cdef readonly int64_t max_total       # tokens at which a request ends: context window or pool
     cdef int32_t long_prefill_threshold
+    cdef bint adaptive_threshold
+    cdef bint by_priority
     cdef bint chunked_prefill
     cdef object clock
 
@@ -38,7 +51,8 @@ cdef class Scheduler:
     cdef list scheduled
     cdef int32_t budget
     cdef int32_t threshold
-    cdef int32_t num_victims              # of this step
+    cdef int32_t join_blocks              # table entries that joining rows may still send
+    cdef int32_t num_victims
 
     cdef readonly int64_t last_step
     cdef int64_t last_updated
@@ -49,7 +63,9 @@ cdef class Scheduler:
 
     cdef bint schedule_running(self) except -1
     cdef int schedule_waiting(self) except -1
+    cdef AdmitOutcome try_admit(self, Request request) except *
     cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1
+    cdef int32_t threshold_of_step(self) except -1
     cdef int32_t new_tokens(self, Request request) noexcept
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
     cdef Py_ssize_t choose_victim(self) except -1

@@ -6,6 +6,7 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from aioengine.fastcore.admission import Admission
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
@@ -21,9 +22,19 @@ class Scheduler:
 
     Args:
         num_blocks: KV blocks of the pool, the null block included.
-        max_num_batched_tokens: most tokens in one step.
+        max_num_seqs: rows of the batch.
+        max_num_batched_tokens: most tokens of input in one step (the input budget).
         max_model_len: most tokens of a request, prompt and output.
+        max_num_active_seqs: most running requests; 0 = one per row. Can be changed later.
+        max_num_scheduled_tokens: most tokens given out in one step (the token budget); 0 = the input budget.
         long_prefill_token_threshold: most tokens of a request in a step while it is not alone; 0 = no limit.
+        adaptive_long_prefill_threshold: raise that to the input budget divided by the number of requests.
+        max_num_partial_prefills: most running requests whose prompt takes further steps; 0 = no limit.
+        max_long_partial_prefills: most of those with more tokens left than the threshold; 0 = no limit.
+            Shorter prompts pass long ones that wait for this.
+        full_sequence_must_fit: admit a request only if all its tokens known fit, beside what running prompts
+            still need.
+        watermark: share of the blocks that must stay free when a request is admitted while others run.
         max_in_flight: most steps (1 to 4) that may be launched and not yet updated.
         clock: gives `Request.scheduled_s`.
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
@@ -33,9 +44,11 @@ class Scheduler:
     """
 
     kv: KVManager
+    admission: Admission
     step_buffer: StepBuffer
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_scheduled_tokens: int
     max_model_len: int
     max_in_flight: int
     max_total: int
@@ -56,15 +69,27 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_num_active_seqs: int = 0,
+        max_num_scheduled_tokens: int = 0,
         policy: Literal["fcfs", "priority"] = "fcfs",
         enable_prefix_caching: bool = True,
         hash_algo: Literal["xxh3_128", "sha256"] = "xxh3_128",
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        adaptive_long_prefill_threshold: bool = False,
+        max_num_partial_prefills: int = 0,
+        max_long_partial_prefills: int = 0,
+        full_sequence_must_fit: bool = False,
+        watermark: float = 0.0,
         max_in_flight: int = 1,
         clock: Callable[[], float] = ...,
         root_seed: bytes | None = None,
     ) -> None: ...
+    @property
+    def max_num_active_seqs(self) -> int:
+        """Most running requests. A lower value interrupts nobody: no request starts until fewer run."""
+    @max_num_active_seqs.setter
+    def max_num_active_seqs(self, value: int) -> None: ...
     def add(self, request: Request, *, ready: bool = True) -> None:
         """Queues a new request; with `ready=False` it is held back until `set_ready` and blocks nobody.
 

@@ -12,6 +12,7 @@ import time
 
 import cython
 
+from aioengine.fastcore.queues cimport before
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING
 
 
@@ -20,7 +21,8 @@ cpdef int32_t clip_tokens(
 ) noexcept:
     """How many of `num_tokens` new tokens a request gets; the order of the limits is that of checklist C10.
 
-    The input budget equals the token budget as long as no drafts are appended to a step.
+    As long as no drafts are appended to a step, a scheduled token is a token of input, and the smaller of the
+    two budgets (C7) is the only one that can bind: it is `token_budget`.
     """
     if 0 < threshold < num_tokens:
         num_tokens = threshold
@@ -35,34 +37,53 @@ cpdef int32_t clip_tokens(
 cdef class Scheduler:
     def __cinit__(
         self, *, int32_t num_blocks, int32_t block_size, int32_t max_num_seqs, int32_t max_num_batched_tokens,
-        int32_t max_model_len, str policy="fcfs", bint enable_prefix_caching=True, str hash_algo="xxh3_128",
-        bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0, int32_t max_in_flight=1,
-        object clock=time.monotonic, root_seed=None,
+        int32_t max_model_len, int32_t max_num_active_seqs=0, int32_t max_num_scheduled_tokens=0,
+        str policy="fcfs", bint enable_prefix_caching=True, str hash_algo="xxh3_128",
+        bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0,
+        bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
+        int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
+        int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
     ):
+        max_num_scheduled_tokens = max_num_scheduled_tokens or max_num_batched_tokens
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1 or long_prefill_token_threshold < 0:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}, max_num_batched_tokens={max_num_batched_tokens} and "
                 f"max_model_len={max_model_len} must be at least 1, "
                 f"long_prefill_token_threshold={long_prefill_token_threshold} at least 0"
             )
+        if not 1 <= max_num_scheduled_tokens <= max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_scheduled_tokens={max_num_scheduled_tokens} must lie between 1 and "
+                f"max_num_batched_tokens={max_num_batched_tokens}"
+            )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy={policy!r} must be fcfs or priority")
         if not 1 <= max_in_flight <= 4:
             raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
         if not enable_chunked_prefill and (
-            max_num_batched_tokens < max_model_len or long_prefill_token_threshold > 0
+            max_num_scheduled_tokens < max_model_len or long_prefill_token_threshold > 0
         ):
             raise ValueError(
-                f"without chunked prefill, max_num_batched_tokens={max_num_batched_tokens} must reach "
+                f"without chunked prefill, max_num_scheduled_tokens={max_num_scheduled_tokens} must reach "
                 f"max_model_len={max_model_len} and long_prefill_token_threshold must be 0"
             )
         self.kv = KVManager(num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed)
-        self.waiting = WaitQueue(policy == "priority")
+        self.admission = Admission(
+            self.kv, full_sequence_must_fit=full_sequence_must_fit, watermark=watermark,
+            max_partial=max_num_partial_prefills, max_long_partial=max_long_partial_prefills,
+            long_tokens=long_prefill_token_threshold,
+        )
+        limits_partial = max_num_partial_prefills > 0 or max_long_partial_prefills > 0
+        self.waiting = WaitQueue(long_prefill_token_threshold if limits_partial else 0)
+        self.by_priority = policy == "priority"
         self.rows = RowPool(max_num_seqs)
         self.running, self.held, self.deferred, self.in_flight = [], [], [], []
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.max_in_flight = max_model_len, max_in_flight
+        self.max_num_scheduled_tokens = max_num_scheduled_tokens
+        self.max_num_active_seqs = max_num_active_seqs or max_num_seqs
         self.long_prefill_threshold = long_prefill_token_threshold
+        self.adaptive_threshold = adaptive_long_prefill_threshold
         self.chunked_prefill = enable_chunked_prefill
         self.clock = clock
         # A token needs no KV before the next step reads it, so one more fits than the pool has slots. With
@@ -74,6 +95,18 @@ cdef class Scheduler:
             max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
             <int32_t> table,
         )
+
+    @property
+    def max_num_active_seqs(self):
+        return self.max_active
+
+    @max_num_active_seqs.setter
+    def max_num_active_seqs(self, int32_t value):
+        if not 1 <= value <= self.max_num_seqs:
+            raise ValueError(
+                f"max_num_active_seqs={value} must lie between 1 and max_num_seqs={self.max_num_seqs}"
+            )
+        self.max_active = value
 
     # ---- requests come and go ----
 
@@ -95,6 +128,7 @@ cdef class Scheduler:
             )
         self.num_arrivals += 1
         request.arrival = self.num_arrivals
+        request.rank = <double> request.priority if self.by_priority else 0.0
         request.state = WAITING if ready else HELD
         if ready:
             self.waiting.push(request)
@@ -143,12 +177,10 @@ cdef class Scheduler:
                 f"{len(self.in_flight)} steps are in flight, max_in_flight={self.max_in_flight}"
             )
         self.scheduled = []
-        self.budget = self.max_num_batched_tokens
+        self.budget = self.max_num_scheduled_tokens
         self.num_victims = 0
-        # A request alone has nobody to make way for (INV-28).
-        alone = len(self.running) + len(self.waiting) + len(self.held) == 1
-        self.threshold = 0 if alone else self.long_prefill_threshold
-        if self.schedule_running():
+        self.threshold = self.threshold_of_step() if self.long_prefill_threshold > 0 else 0
+        if self.schedule_running() and len(self.waiting) > 0:
             self.schedule_waiting()
         if not self.scheduled:
             return None
@@ -156,6 +188,15 @@ cdef class Scheduler:
         cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.rows.take_left())
         self.in_flight.append(plan)
         return plan
+
+    cdef int32_t threshold_of_step(self) except -1:
+        """Most tokens of one request; the adaptive form never cuts below a fair share of the input (C11)."""
+        cdef Py_ssize_t num_eligible = len(self.running) + len(self.waiting) + len(self.held)
+        if num_eligible <= 1:
+            return 0  # a request alone has nobody to make way for (INV-28)
+        if self.adaptive_threshold:
+            return max(self.long_prefill_threshold, <int32_t> (self.max_num_batched_tokens // num_eligible))
+        return self.long_prefill_threshold
 
     cdef bint schedule_running(self) except -1:
         """Gives tokens to running requests in order; returns whether others may be admitted (INV-30)."""
@@ -221,9 +262,9 @@ cdef class Scheduler:
         """FCFS: the one admitted last. Priority: the largest (priority, arrival) (C16)."""
         cdef Py_ssize_t worst = len(self.running) - 1
         cdef Py_ssize_t i
-        if self.waiting.by_priority:
+        if self.by_priority:
             for i in range(worst):
-                if self.waiting.before(<Request> self.running[worst], <Request> self.running[i]):
+                if before(<Request> self.running[worst], <Request> self.running[i]):
                     worst = i
         return worst
 
@@ -247,28 +288,52 @@ cdef class Scheduler:
         return 0
 
     cdef int schedule_waiting(self) except -1:
-        """Admits waiting requests in order until one does not fit (C22)."""
-        cdef int32_t join_blocks = self.step_buffer.max_join_blocks
-        cdef int32_t num_hits, start, num_left, num_new
+        """Admits waiting requests in order until one cannot start (C22); only long prompts are passed over."""
+        cdef bint skip_long = False
         cdef Request request
-        while self.budget > 0 and len(self.running) < self.max_num_seqs and self.rows.num_free > 0:
-            request = self.waiting.peek()
-            # A preempted request whose samples are in flight waits for them, at most as many steps as are in
-            # flight; those behind it wait too, or they would take the blocks it gave back (INV-33).
+        cdef AdmitOutcome outcome
+        self.join_blocks = self.step_buffer.max_join_blocks
+        self.admission.survey(self.running)
+        while self.budget > 0:
+            request = self.waiting.peek(skip_long)
+            # A preempted request whose samples are in flight waits for them. Those behind it wait too, or they
+            # would take the row and the blocks it gave back and be preempted for it in turn; as the wait is
+            # over when the steps in flight are, nobody has to overtake (INV-33, INV-34).
             if request is None or request.num_in_flight > 0:
                 break
-            num_hits = self.kv.match(request)
-            start = num_hits * self.kv.block_size
-            num_left = request.num_tokens - start
-            num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
-            if num_new < num_left and not self.chunked_prefill:
+            outcome = self.try_admit(request)
+            if outcome == TOO_MANY_PARTIAL and request.queued_long and not skip_long:
+                skip_long = True
+            elif outcome != ADMITTED:
                 break
-            # Further gates of admission (watermark, full sequence) belong here (A14, A15).
-            join_blocks -= (start + num_new + self.kv.block_size - 1) // self.kv.block_size
-            if join_blocks < 0 or not self.kv.admit(request, num_hits, start + num_new):
-                break
-            self.admit(request, num_hits, num_new)
         return 0
+
+    cdef AdmitOutcome try_admit(self, Request request) except *:
+        """Admits a request if rows, tokens, blocks and all gates allow it; else nothing changes."""
+        cdef int32_t num_hits, start, num_left, num_new, join_blocks
+        if len(self.running) >= self.max_active:
+            return NO_ROOM
+        if self.rows.num_free == 0:
+            return NOT_NOW  # a row that was left is fenced by a step in flight
+        num_hits = self.kv.match(request)
+        start = num_hits * self.kv.block_size
+        num_left = request.num_tokens - start
+        num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        if num_new < num_left and not self.chunked_prefill:
+            return NOT_NOW
+        if self.admission.is_partial_blocked(num_left, num_new):
+            return TOO_MANY_PARTIAL
+        join_blocks = self.kv.blocks_for(start + num_new)
+        if join_blocks > self.join_blocks:
+            return NOT_NOW
+        if self.admission.num_lacking(request, num_hits, start + num_new) > 0:
+            return NO_ROOM
+        if not self.kv.admit(request, num_hits, start + num_new):
+            raise AssertionError(f"{request!r} passed the gates, but there are too few blocks")
+        self.join_blocks -= join_blocks
+        self.admit(request, num_hits, num_new)
+        self.admission.count(request, 1)
+        return ADMITTED
 
     cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1:
         self.waiting.remove(request)

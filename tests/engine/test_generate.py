@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 from transformers import PreTrainedModel
 
+from aioengine.errors import InvalidConfig
 from aioengine.types import SamplingParams
 from tests.engine.conftest import EOS, MAX_LEN, MakeEngine, prompt_logprobs, teacher_forced
 from tests.engine.reading import GREEDY, LETTERS, PRINTABLE, ask, ask_all, read
@@ -180,3 +182,21 @@ async def test_messages_are_rendered_with_the_template(make_engine: MakeEngine) 
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
         assert await engine.render(messages) == await engine.render("<user>hi\n<assistant>ho\n")
         assert (await ask(engine, messages)).usage.prompt_tokens == len("<user>hi\n<assistant>ho\n")
+
+
+async def test_the_number_of_running_requests_changes_while_they_run(make_engine: MakeEngine) -> None:
+    async with make_engine(max_num_seqs=8, max_num_active_seqs=1) as engine:
+        most = []
+        for limit in (1, 3):
+            engine.set_max_num_active_seqs(limit)
+            tasks = [asyncio.create_task(ask(engine, f"prompt {n}")) for n in range(6)]
+            seen = 0
+            while not all(task.done() for task in tasks):
+                seen = max(seen, engine.stats().num_running)
+                await asyncio.sleep(0)
+            await asyncio.gather(*tasks)
+            most.append(seen)
+        assert most == [1, 3] and engine.stats().max_num_active_seqs == 3
+        for wrong in (0, 9, True, 1.5):
+            with pytest.raises(InvalidConfig, match="must lie between 1 and max_num_seqs=8"):
+                engine.set_max_num_active_seqs(wrong)  # type: ignore[arg-type]

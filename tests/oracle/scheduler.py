@@ -70,10 +70,18 @@ class NaiveScheduler:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_num_active_seqs: int = 0
+    max_num_scheduled_tokens: int = 0
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    adaptive_long_prefill_threshold: bool = False
+    max_num_partial_prefills: int = 0
+    max_long_partial_prefills: int = 0
+    full_sequence_must_fit: bool = False
+    watermark: float = 0.0
+    promised: int = 0
     max_in_flight: int = 1
     running: list[NaiveRequest] = field(default_factory=list)
     waiting: list[NaiveRequest] = field(default_factory=list)
@@ -89,6 +97,8 @@ class NaiveScheduler:
 
     def __post_init__(self) -> None:
         self.kv = NaiveKV(self.num_blocks, self.block_size, self.enable_prefix_caching)
+        self.max_num_active_seqs = self.max_num_active_seqs or self.max_num_seqs
+        self.max_num_scheduled_tokens = self.max_num_scheduled_tokens or self.max_num_batched_tokens
         self.max_total = min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
 
     def add(self, request: NaiveRequest, ready: bool = True) -> None:
@@ -134,18 +144,25 @@ class NaiveScheduler:
         self.drain()
         return ended
 
+    def threshold(self) -> int:
+        num_eligible = len(self.running) + len(self.waiting) + len(self.held)
+        if num_eligible <= 1:
+            return 0
+        if self.adaptive_long_prefill_threshold and self.long_prefill_token_threshold:
+            return max(self.long_prefill_token_threshold, self.max_num_batched_tokens // num_eligible)
+        return self.long_prefill_token_threshold
+
     def schedule(self) -> list[NaiveRow] | None:
-        alone = len(self.running) + len(self.waiting) + len(self.held) == 1
-        threshold = 0 if alone else self.long_prefill_token_threshold
+        threshold = self.threshold()
         given: dict[NaiveRequest, int] = {}
 
         def clip(num_new: int, num_computed: int) -> int:
-            left = self.max_num_batched_tokens - sum(given.values())
+            left = self.max_num_scheduled_tokens - sum(given.values())
             return min(num_new, threshold or num_new, left, self.max_model_len - num_computed)
 
         may_admit = True
         for request in list(self.running):
-            if sum(given.values()) == self.max_num_batched_tokens:
+            if sum(given.values()) == self.max_num_scheduled_tokens:
                 break
             limit = min(request.num_prompt + request.max_tokens, self.max_total)
             if request.status != "running" or (request.in_flight and request.known >= limit):
@@ -164,18 +181,29 @@ class NaiveScheduler:
                     break
             else:
                 given[request] = num_new
-        while may_admit and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.in_order()[0]
-            no_row = self.max_num_seqs - len(self.running) - len(self.fences) == 0
-            if sum(given.values()) == self.max_num_batched_tokens or request.in_flight or no_row:
+        passed_over: list[NaiveRequest] = []
+        while may_admit and sum(given.values()) < self.max_num_scheduled_tokens:
+            candidates = [r for r in self.in_order() if r not in passed_over]
+            if not candidates or candidates[0].in_flight or len(self.running) >= self.max_num_active_seqs:
                 break
+            if len(self.running) + len(self.fences) == self.max_num_seqs:
+                break
+            request = candidates[0]
             hits = self.kv.match(request.table)
             start = len(hits) * self.block_size
-            num_new = clip(request.known - start, start)
-            if num_new < request.known - start and not self.enable_chunked_prefill:
+            num_left = request.known - start
+            num_new = clip(num_left, start)
+            if num_new < num_left and not self.enable_chunked_prefill:
                 break
-            if not self.kv.admit(request.table, hits, start + num_new):
+            if num_new < num_left and self.too_many_partial(num_left, given):
+                # All long ones are passed over, once; a short one is never passed.
+                if passed_over or not self.is_long(request.known):
+                    break
+                passed_over = [r for r in self.waiting if self.is_long(r.known)]
+                continue
+            if self.needed_to_admit(request, hits, start + num_new, given) > len(self.kv.pool.free):
                 break
+            assert self.kv.admit(request.table, hits, start + num_new)
             self.waiting.remove(request)
             self.running.append(request)
             request.num_computed = start
@@ -187,6 +215,35 @@ class NaiveScheduler:
             request.status = "running"
             given[request] = num_new
         return self.pack(given)
+
+    def is_long(self, num_tokens: int) -> bool:
+        return num_tokens > self.long_prefill_token_threshold
+
+    def unfinished(self, given: dict[NaiveRequest, int]) -> list[NaiveRequest]:
+        """Running requests that know more tokens than they will have computed after this step."""
+        return [r for r in self.running if r.num_computed + given.get(r, 0) < len(r.table.tokens)]
+
+    def too_many_partial(self, num_left: int, given: dict[NaiveRequest, int]) -> bool:
+        """Whether one more unfinished prompt, of which `num_left` tokens are to compute, is too many."""
+        unfinished = self.unfinished(given)
+        if self.max_num_partial_prefills and len(unfinished) >= self.max_num_partial_prefills:
+            return True
+        num_long = sum(self.is_long(len(r.table.tokens) - r.num_computed) for r in unfinished)
+        return 0 < self.max_long_partial_prefills <= num_long and self.is_long(num_left)
+
+    def needed_to_admit(
+        self, request: NaiveRequest, hits: list[int], num_tokens: int, given: dict[NaiveRequest, int]
+    ) -> int:
+        """Blocks that must be free: its own, those of hits that are free, and all that is kept from it."""
+        keep = self.promised
+        if self.running:
+            keep += int(self.watermark * self.num_blocks)
+        if self.full_sequence_must_fit:
+            num_tokens = max(num_tokens, request.known)
+            for other in self.unfinished(given):
+                keep += max(0, self.kv.blocks_for(len(other.table.tokens)) - len(other.table.blocks))
+        free_hits = sum(block_id in self.kv.pool.free for block_id in hits)
+        return keep + self.kv.blocks_for(num_tokens) - len(hits) + free_hits
 
     def preempt(self, request: NaiveRequest) -> None:
         self.running.remove(request)

@@ -304,7 +304,7 @@ def test_long_prefill_threshold_spares_a_lone_request() -> None:
         ({"block_size": 0}, "block_size=0"),
         ({"num_blocks": 1}, "num_blocks=1"),
         ({"hash_algo": "md5"}, "hash_algo='md5'"),
-        ({"enable_chunked_prefill": False}, "max_num_batched_tokens=64 must reach max_model_len=128"),
+        ({"enable_chunked_prefill": False}, "max_num_scheduled_tokens=64 must reach max_model_len=128"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:

@@ -29,10 +29,17 @@ OPTIONS: Mapping[str, list[object]] = {
     "max_num_seqs": [1, 2, 3, 4, 6],
     "max_num_batched_tokens": [2, 4, 8, 24],
     "max_model_len": [10, 20, 40],
+    "max_num_active_seqs": [0, 0, 1, 2],
+    "max_num_scheduled_tokens": [0, 0, 2, 5],
     "policy": ["fcfs", "priority"],
     "enable_prefix_caching": [True, True, False],
     "enable_chunked_prefill": [True, True, False],
     "long_prefill_token_threshold": [0, 0, 2, 5],
+    "adaptive_long_prefill_threshold": [False, True],
+    "max_num_partial_prefills": [0, 0, 1, 2, 3],
+    "max_long_partial_prefills": [0, 0, 1, 2],
+    "full_sequence_must_fit": [False, True, True],
+    "watermark": [0.0, 0.0, 0.2, 0.5],
     "max_in_flight": [1, 2, 3, 4],
 }
 
@@ -40,7 +47,18 @@ OPTIONS: Mapping[str, list[object]] = {
 def valid(options: dict[str, object]) -> dict[str, object]:
     """Options that may stand together: without chunks a step must hold any prompt."""
     if not options["enable_chunked_prefill"]:
-        options |= {"max_num_batched_tokens": 40, "long_prefill_token_threshold": 0}
+        options |= {
+            "max_num_batched_tokens": 40, "max_num_scheduled_tokens": 0, "long_prefill_token_threshold": 0
+        }  # fmt: skip
+    for name, most in (
+        ("max_num_active_seqs", "max_num_seqs"),
+        ("max_num_scheduled_tokens", "max_num_batched_tokens"),
+        ("max_long_partial_prefills", "max_num_partial_prefills"),
+    ):
+        if options[most]:
+            options[name] = min(int(str(options[name])), int(str(options[most])))
+    if options["long_prefill_token_threshold"] == 0:
+        options["max_long_partial_prefills"] = 0
     return options
 
 
@@ -84,12 +102,13 @@ class Pair:
         """One more step, if any; False if none can be made."""
         if len(self.plans) == self.twin.max_in_flight:
             return False
+        num_running = self.real.num_running
         plan, rows = self.real.schedule(), self.twin.schedule()
         self.compare()
         if plan is None or rows is None:
             assert plan is rows is None
             # Nothing scheduled and nothing in flight must mean that nothing is there to run.
-            assert self.plans or not (self.twin.running or self.twin.waiting)
+            assert self.plans or self.twin.promised or not (self.twin.running or self.twin.waiting)
             return False
         assert [r.request_id for r in plan.requests] == [row.request.name for row in rows]
         got = [(plan.num_computed(i), plan.num_new(i)) for i in range(plan.num_rows)]
@@ -97,8 +116,8 @@ class Pair:
         sampling = [row.request.name for row in rows if row.samples]
         assert [r.request_id for r in plan.sample_requests] == sampling
         # Both budgets and the active cap hold (INV-27).
-        assert plan.num_tokens == sum(row.num_new for row in rows) <= self.twin.max_num_batched_tokens
-        assert self.real.num_running <= self.twin.max_num_seqs
+        assert plan.num_tokens == sum(row.num_new for row in rows) <= self.twin.max_num_scheduled_tokens
+        assert self.real.num_running <= max(num_running, self.twin.max_num_active_seqs)
         self.plans.append((plan, rows))
         return True
 
@@ -129,6 +148,16 @@ class Pair:
         assert self.real.num_free_blocks == self.twin.num_blocks - 1
         self.plans.clear()
         self.compare()
+
+    def set_active(self, count: int) -> None:
+        count = min(count, self.twin.max_num_seqs)
+        self.real.max_num_active_seqs = self.twin.max_num_active_seqs = count
+
+    def promise(self, num_blocks: int) -> None:
+        """Keeps blocks from newcomers, as for a load of KV."""
+        num_blocks = min(num_blocks, self.twin.num_blocks - 1)
+        self.real.admission.promise("load", num_blocks)
+        self.twin.promised = num_blocks
 
     def reset_prefix_cache(self) -> None:
         assert self.real.reset_prefix_cache() == self.twin.kv.reset()
@@ -195,6 +224,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def set_ready(self) -> None:
         self.pair.set_ready()
 
+    @rule(count=st.integers(1, 6))
+    def set_active(self, count: int) -> None:
+        self.pair.set_active(count)
+
+    @rule(num_blocks=st.integers(0, 5))
+    def promise(self, num_blocks: int) -> None:
+        self.pair.promise(num_blocks)
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.pair.reset_prefix_cache()
@@ -230,12 +267,16 @@ def soak(seed: int, num_operations: int) -> Pair:
             pair.update(rng)
         elif dice < 0.98 and pair.requests:
             pair.finish(-rng.randint(1, min(6, len(pair.requests))), rng.choice(["abort", "stop"]))
-        elif dice < 0.995:
+        elif dice < 0.99:
             pair.set_ready()
             pair.reset_prefix_cache()
+        elif dice < 0.995:
+            pair.set_active(rng.randint(1, 6))
+            pair.promise(rng.choice([0, 0, 1, 3]))
         elif rng.random() < 0.2:
             pair.fail_all()
     pair.set_ready()
+    pair.promise(0)
     while pair.real.has_work():
         while pair.schedule():
             pass

@@ -1,0 +1,72 @@
+"""How options are checked and completed, without any model."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioengine.config import EngineConfig, ResolvedConfig, resolve
+from aioengine.errors import InvalidConfig
+
+
+def resolved(**options: object) -> ResolvedConfig:
+    return resolve(
+        EngineConfig(**options), model_max_len=4096, model_dtype="bfloat16", cuda_available=False, num_cores=2
+    )
+
+
+def test_inner_limits_default_to_the_outer_ones() -> None:
+    config = resolved(max_num_seqs=7, max_num_batched_tokens=300)
+    assert (config.max_num_active_seqs, config.max_num_scheduled_tokens) == (7, 300)
+    config = resolved(max_num_seqs=7, max_num_active_seqs=3, max_num_scheduled_tokens=100)
+    assert (config.max_num_active_seqs, config.max_num_scheduled_tokens) == (3, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [
+        ({}, 0),
+        ({"long_prefill_token_threshold": 99}, 99),
+        ({"max_num_partial_prefills": 1}, 0),
+        ({"max_num_partial_prefills": 2}, 163),
+        ({"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}, 163),
+        ({"max_num_partial_prefills": 2, "max_model_len": 10}, 1),
+        ({"max_num_partial_prefills": 4, "long_prefill_token_threshold": 50}, 50),
+    ],
+)
+def test_several_unfinished_prompts_need_a_threshold_and_get_one(options: dict[str, object], threshold: int) -> None:
+    assert resolved(**options).long_prefill_token_threshold == threshold
+
+
+WHOLE = {"enable_chunked_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"max_num_seqs": 4, "max_num_active_seqs": 5}, "max_num_active_seqs", "above max_num_seqs=4"),
+        ({"max_num_scheduled_tokens": 600}, "max_num_scheduled_tokens", "above max_num_batched_tokens=512"),
+        ({"max_num_scheduled_tokens": 63}, "max_num_scheduled_tokens", "below the 64 requests that may run"),
+        (
+            {**WHOLE, "max_num_scheduled_tokens": 512, "max_num_batched_tokens": 4096},
+            "max_num_scheduled_tokens",
+            "must reach max_model_len=4096",
+        ),
+        ({**WHOLE, "long_prefill_token_threshold": 5}, "long_prefill_token_threshold", "needs chunked prefill"),
+        ({**WHOLE, "max_num_partial_prefills": 5}, "max_num_partial_prefills", "needs chunked prefill"),
+        ({"max_long_partial_prefills": 1}, "max_long_partial_prefills", "needs long_prefill_token_threshold"),
+        ({"adaptive_long_prefill_threshold": True}, "adaptive_long_prefill_threshold", "needs long_prefill_token_"),
+        (
+            {"max_long_partial_prefills": 3, "max_num_partial_prefills": 2},
+            "max_long_partial_prefills",
+            "above max_num_partial_prefills=2",
+        ),
+        ({"watermark": 1.0}, "watermark", "must lie between 0 and 0.99"),
+        ({"watermark": float("nan")}, "watermark", "must lie between 0 and 0.99"),
+    ],
+)
+def test_scheduler_options_that_contradict_each_other_are_refused(
+    options: dict[str, object], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        resolved(**options)
+    assert caught.value.param == param
