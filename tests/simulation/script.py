@@ -35,6 +35,15 @@ OPTIONS: Mapping[str, Option] = {
     "hash_algo": Option(["xxh3_128", "xxh3_128", "xxh3_128", "sha256"]),
     "enable_chunked_prefill": Option([True, True, False], lambda o: o["max_num_batched_tokens"] >= o["max_model_len"]),
     "long_prefill_token_threshold": Option([0, 0, 1, 3, 7], lambda o: o["enable_chunked_prefill"]),
+    "adaptive_long_prefill_threshold": Option([False, False, True]),
+    "max_num_partial_prefills": Option([0, 0, 0, 1, 2]),
+    "max_long_partial_prefills": Option([0, 1], lambda o: o["long_prefill_token_threshold"] > 0),
+    "max_num_active_seqs": Option([0, 0, 0, 0, 1, 2], lambda o: o["max_num_seqs"] > 1),
+    "max_num_scheduled_tokens": Option(
+        [0, 0, 1, 7], lambda o: o["enable_chunked_prefill"] and o["max_num_batched_tokens"] > 7
+    ),
+    "full_sequence_must_fit": Option([False, False, True]),
+    "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
 }
 
 

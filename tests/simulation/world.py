@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, EngineError
+from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.fastcore.token_ids import pack_token_ids
@@ -76,6 +77,8 @@ class _Watched:
     def __init__(self, scheduler: Scheduler, options: Options) -> None:
         self._scheduler = scheduler
         self._by_priority = options["policy"] == "priority"
+        limits_long = options["max_num_partial_prefills"] or options["max_long_partial_prefills"]
+        self._passable = options["long_prefill_token_threshold"] if limits_long else 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
@@ -92,8 +95,8 @@ class _Watched:
             stuck = scheduler.num_in_flight_steps == 0 and (scheduler.num_running or scheduler.waiting_requests())
             assert not stuck, f"nothing runs although something could: {scheduler.waiting_requests()}"
             return None
-        assert plan.num_tokens <= scheduler.max_num_batched_tokens, f"{plan}: INV-27"
-        assert scheduler.num_running <= scheduler.max_num_seqs, f"{plan}: INV-27"
+        assert plan.num_tokens <= scheduler.max_num_scheduled_tokens, f"{plan}: INV-27"
+        assert scheduler.num_running <= scheduler.max_num_active_seqs, f"{plan}: INV-27"
         if scheduler.num_preemptions_total > num_before:
             assert not plan.joined, f"{plan} preempted and admitted (INV-30)"
         if plan.joined:
@@ -102,16 +105,21 @@ class _Watched:
             num_new, request = plan.num_new(0), plan.requests[0]
             missing = request.num_tokens + request.num_in_flight - plan.num_computed(0)
             missing -= plan.num_samples  # what it samples now is in flight already
-            assert num_new == min(missing, scheduler.max_num_batched_tokens), f"{request} was cut alone (INV-28)"
+            assert num_new == min(missing, scheduler.max_num_scheduled_tokens), f"{request} was cut alone (INV-28)"
         return plan
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody was passed by one who came later or is less important (INV-34)."""
-        waiting = self._scheduler.waiting_requests()
+        waiting = [r for r in self._scheduler.waiting_requests() if not self._may_be_passed(r)]
         if not waiting:
             return
         ranks = [(r.priority if self._by_priority else 0, r.sampling.arrival) for r in (waiting[0], *plan.joined)]
         assert ranks[0] > max(ranks[1:]), f"{plan.joined} passed {waiting[0]} (INV-34)"
+
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether it is a long prompt where only so many of those may be unfinished at once."""
+        return 0 < self._passable < request.num_tokens
 
 
 class _World:
@@ -256,7 +264,7 @@ class _World:
         source = self.texts.get(add.follows or "")
         if source is None:
             source = stem_tokens(add.stem, add.shared)
-        shared = source[: add.shared]
+        shared = source[: min(add.shared, add.length)]
         return shared + stem_tokens(zlib.crc32(add.name.encode()), add.length - len(shared))
 
     def _fits(self, add: Add) -> bool:
