@@ -25,8 +25,17 @@ class Batch:
 
 
 def run_batch(seeds: Sequence[int], num_steps: int) -> Batch:
-    """Runs seeds one after another; called in a worker process."""
-    logging.getLogger("aioengine").setLevel(logging.ERROR)
+    """Runs seeds one after another; called in a worker process, or by a test, to which it leaves the log as it was."""
+    logger = logging.getLogger("aioengine")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return _run_all(seeds, num_steps)
+    finally:
+        logger.setLevel(level)
+
+
+def _run_all(seeds: Sequence[int], num_steps: int) -> Batch:
     batch = Batch()
     begun = time.process_time()
     for seed in seeds:
