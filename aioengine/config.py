@@ -63,6 +63,11 @@ class CacheConfig:
         "xxh3_128",
         "Block hash: xxh3_128 has a random root per process; sha256 has a fixed one that processes can share.",
     )
+    eviction_policy: Literal["lru", "cost"] = option(
+        "lru",
+        "Cached prefix that goes first: lru the one unused longest, cost the one whose loss costs least "
+        "(work to compute it again x hits).",
+    )
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory that the engine may use.")
     kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV pool in bytes; by default 512 MiB or one full context on a CPU, what is left on a GPU."

@@ -135,6 +135,8 @@ class AsyncEngine:
             watermark=config.scheduler.watermark,
             max_in_flight=max_in_flight,
             root_seed=root_seed,
+            eviction_policy=config.cache.eviction_policy,
+            context_cost=parts.spec.context_cost,
         )
         self._intake = Intake(
             parts.tokenizer,
@@ -347,6 +349,7 @@ class AsyncEngine:
             kv_cache_usage=1.0 - scheduler.num_free_blocks / num_usable,
             prefix_queries_tokens=scheduler.prefix_queries_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            num_evicted_blocks=scheduler.kv.num_evicted_blocks,
             num_preemptions=scheduler.num_preemptions_total,
             num_steps=self._steps.num_steps,
             prompt_tokens=metrics.prompt_tokens,

@@ -68,6 +68,8 @@ class EngineStats:
     """Share of the blocks (without the null block) that some request holds."""
     prefix_queries_tokens: int
     prefix_hit_tokens: int
+    num_evicted_blocks: int
+    """Cached blocks that had to make room."""
     num_preemptions: int
     num_steps: int
     prompt_tokens: int
@@ -124,6 +126,8 @@ class EngineMetrics:
         queried, hit = stats.prefix_queries_tokens, stats.prefix_hit_tokens
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queried)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", hit)
+        evicted = stats.num_evicted_blocks
+        yield self._counter("prefix_cache_evicted_blocks", "Cached KV blocks that had to make room", evicted)
         yield self._counter("num_preemptions", "Requests preempted for lack of KV blocks", stats.num_preemptions)
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
         yield self._counter("prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)

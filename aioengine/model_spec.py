@@ -73,6 +73,16 @@ class ModelSpec:
     """Every token that ends an answer: end of sequence, end of turn. The first is the configuration's."""
 
     @property
+    def context_cost(self) -> float:
+        """What a token of context adds to the work of computing a token, that without any context being 1."""
+        per_layer = self.hidden_size * (
+            2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.intermediate_size
+        )
+        num_full = sum(window is None for window in self.layer_windows)
+        # Two operations per weight; two per query element for a score and two for its share of the values.
+        return 4 * num_full * self.num_heads * self.head_dim / (2 * per_layer * self.num_layers)
+
+    @property
     def sliding_window(self) -> int | None:
         """The window of the layers that have one, or None."""
         return next((window for window in self.layer_windows if window is not None), None)

@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport Hash
+from aioengine.fastcore.eviction cimport CostOrder
 
 
 cdef enum:
@@ -10,6 +11,7 @@ cdef enum:
 
 cdef enum:
     HASHED = 1        # flag: `hash` is valid and the prefix map leads to this block
+    PREWARMED = 2     # flag: cached ahead of need, and nobody has asked for it yet
 
 
 cdef struct Block:    # 48 bytes, no Python object
@@ -21,7 +23,8 @@ cdef struct Block:    # 48 bytes, no Python object
 
 
 cdef class BlockPool:
-    cdef Block* blocks        # num_blocks records and, behind them, the ring's sentinel
+    cdef Block* blocks        # num_blocks records and, behind them, the ring's two markers
+    cdef CostOrder order      # None under the policy lru
     cdef readonly int32_t num_blocks
     cdef readonly int32_t num_free
     cdef readonly int64_t num_taken
@@ -30,6 +33,9 @@ cdef class BlockPool:
     cdef int32_t take(self) except -1
     cdef int acquire(self, int32_t block_id) except -1
     cdef int release(self, int32_t block_id) except -1
+    cdef int hit(self, int32_t block_id) except -1
     cdef int touch(self, int32_t block_id) except -1
-    cdef int move_to_head(self, int32_t block_id) except -1
+    cdef int relist(self, int32_t block_id) except -1
+    cdef int unhash_all(self) except -1
+    cdef int enlist(self, int32_t block_id) except -1
     cdef int check_id(self, int32_t block_id) except -1

@@ -23,7 +23,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None: ...
     def free_ids(self) -> list[int]:
-        """The free blocks, next victim first."""
+        """The free blocks in the ring's order: under the policy lru the next victim first."""
+    def candidates(self) -> list[int] | None:
+        """Under the policy cost the blocks to choose from once nothing unhashed or prewarmed is free."""
     def num_refs(self, block_id: int) -> int:
         """Owners of a block."""
     def is_hashed(self, block_id: int) -> bool:
@@ -32,6 +34,10 @@ class BlockPool:
         """Takes the next victim; 0 if none is free."""
     def acquire_id(self, block_id: int) -> None:
         """Adds an owner; a free block leaves the free list."""
+    def hit_id(self, block_id: int) -> None:
+        """Adds an owner who found the block by its hash: it counts as used, and no longer as prewarmed."""
+    def set_prewarmed(self, block_id: int) -> None:
+        """Marks a hashed block as cached ahead of need; ValueError if it has no hash or no owner."""
     def release_id(self, block_id: int) -> None:
         """Removes an owner; ValueError if there is none."""
     def check(self) -> None:

@@ -3,8 +3,11 @@
 Owns reference counts and the free list. Does not know hashes' meaning or the prefix map: whoever takes a
 block that still carries a hash must drop the map's entry first (`kv_manager.take_block` does).
 
-    sentinel <-> next victim <-> ... <-> freed last, hashed <-> sentinel
-                 unhashed blocks enter here     hashed blocks enter at this end
+    sentinel <-> unhashed <-> prewarmed <-> boundary <-> hashed, used last at the end <-> sentinel
+             ^ released or unhashed: here  ^ here                                     ^ here
+
+The next victim is the first of that ring. Under the policy cost, `order` chooses among the hashed ones behind
+the boundary instead; they stay in the ring, where it falls back to if none of them may be chosen.
 
 Why not a deque: a block that is hit leaves from the middle, in O(1). Why ids, not pointers: a table of
 ids is what the device needs, and 32 bits are enough.
@@ -28,18 +31,18 @@ cdef class BlockPool:
     def __cinit__(self, int32_t num_blocks):
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks} must be at least 2: block 0 is the null block")
-        self.blocks = <Block*> PyMem_Calloc(<size_t> num_blocks + 1, sizeof(Block))
+        self.blocks = <Block*> PyMem_Calloc(<size_t> num_blocks + 2, sizeof(Block))
         if self.blocks == NULL:
             raise MemoryError()
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
-        # One closed ring 1, 2, ..., num_blocks - 1, sentinel: insertion and removal need no special case.
+        # One closed ring 1, 2, ..., boundary, sentinel: insertion and removal need no special case.
         cdef int32_t i
-        for i in range(1, num_blocks + 1):
+        for i in range(1, num_blocks + 2):
             self.blocks[i].prev = i - 1
             self.blocks[i].next = i + 1
-        self.blocks[1].prev = num_blocks
-        self.blocks[num_blocks].next = 1
+        self.blocks[1].prev = num_blocks + 1
+        self.blocks[num_blocks + 1].next = 1
         self.blocks[NULL_BLOCK].prev = self.blocks[NULL_BLOCK].next = UNLISTED
 
     def __dealloc__(self):
@@ -47,9 +50,16 @@ cdef class BlockPool:
 
     cdef int32_t take(self) except -1:
         """Removes the next victim and gives it one owner; NULL_BLOCK if none is free."""
-        cdef int32_t block_id = self.blocks[self.num_blocks].next
-        if block_id == self.num_blocks:
-            return NULL_BLOCK
+        cdef int32_t block_id = self.blocks[sentinel(self)].next
+        if block_id == boundary(self):
+            if self.order is not None and self.order.num_heaped:
+                block_id = self.order.best()
+                self.order.chosen(block_id)
+                self.order.leave(block_id)
+            else:
+                block_id = self.blocks[block_id].next
+                if block_id == sentinel(self):
+                    return NULL_BLOCK
         unlink(self.blocks, block_id)
         self.num_free -= 1
         self.num_taken += 1
@@ -63,13 +73,22 @@ cdef class BlockPool:
             self.check_id(block_id)
         if block.num_refs == 0:
             unlink(self.blocks, block_id)
+            if self.order is not None:
+                self.order.leave(block_id)
             self.num_free -= 1
             self.num_taken += 1
         block.num_refs += 1
         return 0
 
+    cdef int hit(self, int32_t block_id) except -1:
+        """One owner more, who found the block by its hash."""
+        self.blocks[block_id].flags &= ~<uint32_t> PREWARMED
+        if self.order is not None:
+            self.order.hit(block_id)
+        return self.acquire(block_id)
+
     cdef int release(self, int32_t block_id) except -1:
-        """One owner less; without any, a hashed block goes to the tail (LRU), others to the head (INV-23)."""
+        """One owner less; without any, it becomes a free block."""
         cdef Block* block = &self.blocks[block_id]
         if CHECKED:
             self.check_id(block_id)
@@ -78,26 +97,45 @@ cdef class BlockPool:
         block.num_refs -= 1
         if block.num_refs > 0:
             return 0
-        if block.flags & HASHED:
-            link(self.blocks, block_id, self.blocks[self.num_blocks].prev, self.num_blocks)
-        else:
-            if CHECKED:
-                block.hash.word[0] = block.hash.word[1] = block.hash.word[2] = block.hash.word[3] = POISON
-            link(self.blocks, block_id, self.num_blocks, self.blocks[self.num_blocks].next)
+        if CHECKED and not block.flags & HASHED:
+            block.hash.word[0] = block.hash.word[1] = block.hash.word[2] = block.hash.word[3] = POISON
+        self.enlist(block_id)
         self.num_free += 1
         self.num_returned += 1
         return 0
 
-    cdef int touch(self, int32_t block_id) except -1:
-        """Makes a free hashed block the one used last."""
-        unlink(self.blocks, block_id)
-        link(self.blocks, block_id, self.blocks[self.num_blocks].prev, self.num_blocks)
+    cdef int enlist(self, int32_t block_id) except -1:
+        """Puts a block without owners where it belongs: hashed at the tail (LRU), unhashed first (INV-23)."""
+        cdef Block* block = &self.blocks[block_id]
+        if not block.flags & HASHED:
+            link(self.blocks, block_id, sentinel(self), self.blocks[sentinel(self)].next)
+        elif block.flags & PREWARMED:
+            link(self.blocks, block_id, self.blocks[boundary(self)].prev, boundary(self))
+        else:
+            link(self.blocks, block_id, self.blocks[sentinel(self)].prev, sentinel(self))
+            if self.order is not None:
+                self.order.used(block_id)
         return 0
 
-    cdef int move_to_head(self, int32_t block_id) except -1:
-        """Makes a free block that lost its hash the next victim."""
+    cdef int touch(self, int32_t block_id) except -1:
+        """A free hashed block was used without being owned: nothing is younger."""
+        self.blocks[block_id].flags &= ~<uint32_t> PREWARMED
+        return self.relist(block_id)
+
+    cdef int relist(self, int32_t block_id) except -1:
+        """Moves a free block whose flags or last use changed to where it belongs now."""
         unlink(self.blocks, block_id)
-        link(self.blocks, block_id, self.num_blocks, self.blocks[self.num_blocks].next)
+        return self.enlist(block_id)
+
+    cdef int unhash_all(self) except -1:
+        """No block is hashed any more: all free ones keep their order and are in front of the boundary."""
+        cdef int32_t i
+        for i in range(1, self.num_blocks):
+            self.blocks[i].flags = 0
+        unlink(self.blocks, boundary(self))
+        link(self.blocks, boundary(self), self.blocks[sentinel(self)].prev, sentinel(self))
+        if self.order is not None:
+            self.order.clear()
         return 0
 
     cdef int check_id(self, int32_t block_id) except -1:
@@ -106,11 +144,12 @@ cdef class BlockPool:
         return 0
 
     def free_ids(self):
-        """The free blocks, next victim first."""
+        """The free blocks in the ring's order: under the policy lru the next victim first."""
         cdef list ids = []
-        cdef int32_t at = self.blocks[self.num_blocks].next
-        while at != self.num_blocks:
-            ids.append(at)
+        cdef int32_t at = self.blocks[sentinel(self)].next
+        while at != sentinel(self):
+            if at != boundary(self):
+                ids.append(at)
             at = self.blocks[at].next
         return ids
 
@@ -124,6 +163,17 @@ cdef class BlockPool:
         self.check_id(block_id)
         return bool(self.blocks[block_id].flags & HASHED)
 
+    def candidates(self):
+        """Under the policy cost the blocks to choose from once nothing unhashed or prewarmed is free."""
+        return None if self.order is None else self.order.candidates()
+
+    def set_prewarmed(self, int32_t block_id):
+        """Marks a hashed block that has an owner as cached ahead of need."""
+        self.check_id(block_id)
+        if self.blocks[block_id].num_refs < 1 or not self.blocks[block_id].flags & HASHED:
+            raise ValueError(f"block {block_id} must be hashed and owned")
+        self.blocks[block_id].flags |= PREWARMED
+
     def take_id(self):
         """Takes the next victim; 0 if none is free."""
         return self.take()
@@ -132,6 +182,11 @@ cdef class BlockPool:
         """Adds an owner."""
         self.check_id(block_id)
         self.acquire(block_id)
+
+    def hit_id(self, int32_t block_id):
+        """Adds an owner who found the block by its hash."""
+        self.check_id(block_id)
+        self.hit(block_id)
 
     def release_id(self, int32_t block_id):
         """Removes an owner."""
@@ -146,23 +201,41 @@ cdef class BlockPool:
         assert null.num_refs == 0 and null.flags == 0, "the null block was counted or hashed"
         assert null.prev == UNLISTED and null.next == UNLISTED, "the null block is in the free list"
         assert self.num_taken - self.num_returned == self.num_blocks - 1 - self.num_free, "taken - returned"
-        cdef int32_t before = self.num_blocks
-        cdef int32_t at = self.blocks[self.num_blocks].next
+        cdef int32_t before = sentinel(self)
+        cdef int32_t at = self.blocks[before].next
         cdef int32_t count = 0
-        while at != self.num_blocks:
-            assert 0 < at < self.num_blocks and count < self.num_blocks, f"the free list is broken at {at}"
+        cdef bint is_behind = False
+        while at != sentinel(self):
             assert self.blocks[at].prev == before, f"block {at} does not point back to {before}"
-            assert self.blocks[at].num_refs == 0, f"block {at} is free and owned"
+            if at == boundary(self):
+                assert not is_behind, "the boundary comes twice"
+                is_behind = True
+            else:
+                assert 0 < at < self.num_blocks and count < self.num_blocks, f"the free list is broken at {at}"
+                assert self.blocks[at].num_refs == 0, f"block {at} is free and owned"
+                assert is_behind == (self.blocks[at].flags == HASHED), f"block {at} is in the wrong section"
+                count += 1
             before, at = at, self.blocks[at].next
-            count += 1
-        assert self.blocks[self.num_blocks].prev == before, "the sentinel does not close the ring"
+        assert self.blocks[at].prev == before and is_behind, "the sentinel does not close the ring"
         assert count == self.num_free, f"{count} blocks in the free list, {self.num_free} counted"
         cdef int32_t referenced = 0
         for at in range(1, self.num_blocks):
             if self.blocks[at].num_refs > 0:
                 referenced += 1
                 assert self.blocks[at].next == self.blocks[at].prev == UNLISTED, f"block {at} is also free"
+        if self.order is not None:
+            self.order.check()
         assert count + referenced + 1 == self.num_blocks, f"{count} + {referenced} + 1 != {self.num_blocks}"
+
+
+cdef inline int32_t boundary(BlockPool pool) noexcept:
+    """Marker between what goes first (unhashed, prewarmed) and what is cached."""
+    return pool.num_blocks
+
+
+cdef inline int32_t sentinel(BlockPool pool) noexcept:
+    """Marker between the end of the ring and its start."""
+    return pool.num_blocks + 1
 
 
 cdef inline void unlink(Block* blocks, int32_t block_id) noexcept nogil:

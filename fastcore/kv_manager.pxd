@@ -12,6 +12,7 @@ cdef class KVManager:
     cdef readonly PrefixMap prefix_map
     cdef readonly int32_t block_size
     cdef readonly BlockHasher hasher          # None: prefix caching is off
+    cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
 
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1

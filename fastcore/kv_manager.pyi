@@ -21,6 +21,8 @@ class KVManager:
     block_size: int
     hasher: BlockHasher | None
     """None while prefix caching is off."""
+    num_evicted_blocks: int
+    """Blocks that lost their cached prefix to new content, those below them included."""
 
     def __init__(
         self,
@@ -29,6 +31,8 @@ class KVManager:
         enable_prefix_caching: bool = True,
         hash_algo: Literal["xxh3_128", "sha256"] = "xxh3_128",
         root_seed: bytes | None = None,
+        eviction_policy: Literal["lru", "cost"] = "lru",
+        context_cost: float = 0.0,
     ) -> None: ...
     def match(self, request: Request) -> int:
         """Blocks of the longest cached prefix of a request that has no blocks; takes nothing."""

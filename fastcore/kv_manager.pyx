@@ -23,13 +23,17 @@ from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 cdef class KVManager:
     def __cinit__(
         self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True,
-        str hash_algo="xxh3_128", root_seed=None,
+        str hash_algo="xxh3_128", root_seed=None, str eviction_policy="lru", double context_cost=0.0,
     ):
+        if eviction_policy not in ("lru", "cost"):
+            raise ValueError(f"eviction_policy={eviction_policy!r} must be lru or cost")
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
         self.pool = BlockPool(num_blocks)
         self.prefix_map = PrefixMap(self.pool)
         self.block_size = block_size
+        if eviction_policy == "cost":
+            self.prefix_map.rank_by_cost(block_size, context_cost)
         hasher = BlockHasher(hash_algo, root_seed)
         self.hasher = hasher if enable_prefix_caching else None
 
@@ -78,7 +82,7 @@ cdef class KVManager:
         if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
         for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
-            self.pool.acquire(request.blocks[i])
+            self.pool.hit(request.blocks[i])
         request.num_blocks = request.num_published = num_hits
         self.take_blocks(request, self.blocks_for(num_tokens))
         return True
@@ -99,7 +103,7 @@ cdef class KVManager:
         while request.num_blocks < wanted:
             block_id = self.pool.take()
             if self.pool.blocks[block_id].flags & HASHED:
-                self.prefix_map.remove(block_id)  # before the block gets other content (INV-22)
+                self.num_evicted_blocks += self.prefix_map.remove(block_id)  # before the block gets other content (INV-22)
             request.blocks[request.num_blocks] = block_id
             request.num_blocks += 1
         return 0

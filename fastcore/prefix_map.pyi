@@ -17,6 +17,12 @@ class PrefixMap:
     """Which indexed block continues which."""
 
     def __init__(self, pool: BlockPool) -> None: ...
+    def rank_by_cost(self, block_size: int, context_cost: float = 0.0) -> None:
+        """Makes the pool choose victims by what their loss costs (`CostOrder`).
+
+        Raises:
+            ValueError: the map is not empty, or `context_cost` is negative or absurd.
+        """
     @property
     def capacity(self) -> int:
         """Slots of the table: a power of two, at least twice the number of blocks."""

@@ -16,6 +16,7 @@ from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED, same_hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+from aioengine.fastcore.eviction cimport CostOrder
 from aioengine.fastcore.prefix_tree cimport ROOT, Node
 
 
@@ -65,6 +66,8 @@ cdef class PrefixMap:
         block.hash = hash[0]
         block.flags |= HASHED
         self.num_entries += 1
+        if self.pool.order is not None:
+            self.pool.order.cached(block_id, parent)
         return 1
 
     cdef int32_t remove(self, int32_t block_id) except -1:
@@ -76,6 +79,7 @@ cdef class PrefixMap:
         cdef int32_t at = block_id
         cdef int32_t parent
         cdef int32_t count = 0
+        cdef Block* block
         while True:
             while nodes[at].first_child != ROOT:
                 at = nodes[at].first_child
@@ -84,10 +88,15 @@ cdef class PrefixMap:
             self.erase(at)
             count += 1
             if self.pool.blocks[at].num_refs == 0:
-                self.pool.move_to_head(at)
+                self.pool.relist(at)
             if at == block_id:
-                return count
+                break
             at = parent
+        if self.pool.order is not None and parent != ROOT:
+            block = &self.pool.blocks[parent]
+            if block.num_refs == 0 and block.flags == HASHED:
+                self.pool.order.enter(parent)  # does so if it has no other child
+        return count
 
     cdef int erase(self, int32_t block_id) except -1:
         """Frees a block's slot and clears its flag."""
@@ -97,8 +106,10 @@ cdef class PrefixMap:
             if CHECKED and self.slots[hole].block_id == NULL_BLOCK:
                 raise AssertionError(f"block {block_id} is not in the map")
             hole = (hole + 1) & self.mask
-        block.flags &= ~<uint32_t> HASHED
+        block.flags = 0
         self.num_entries -= 1
+        if self.pool.order is not None:
+            self.pool.order.leave(block_id)
         # Back-shift: an entry may fill the hole if its home does not lie behind the hole on the way to it.
         cdef uint32_t at = hole
         cdef uint32_t wanted
@@ -115,12 +126,16 @@ cdef class PrefixMap:
 
     def clear(self):
         """Forgets every entry; the blocks stay where they are."""
-        cdef int32_t i
-        for i in range(self.pool.num_blocks):
-            self.pool.blocks[i].flags &= ~<uint32_t> HASHED
+        self.pool.unhash_all()
         memset(self.slots, 0, (<size_t> self.mask + 1) * sizeof(Slot))
         self.tree.clear()
         self.num_entries = 0
+
+    def rank_by_cost(self, int32_t block_size, double context_cost=0.0):
+        """Makes the pool choose victims by what their loss costs; for a map that is still empty."""
+        if self.num_entries:
+            raise ValueError(f"{self.num_entries} blocks are cached already")
+        self.pool.order = CostOrder(self.tree, block_size, context_cost)
 
     @property
     def capacity(self):

@@ -38,6 +38,8 @@ class Scheduler:
         max_in_flight: most steps (1 to 4) that may be launched and not yet updated.
         clock: gives `Request.scheduled_s`.
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
+        eviction_policy: which cached block goes first: the one unused longest, or the least worth.
+        context_cost: under the policy cost, what a token of context adds to the cost of computing a token.
 
     Raises:
         ValueError: a limit that cannot work.
@@ -84,6 +86,8 @@ class Scheduler:
         max_in_flight: int = 1,
         clock: Callable[[], float] = ...,
         root_seed: bytes | None = None,
+        eviction_policy: Literal["lru", "cost"] = "lru",
+        context_cost: float = 0.0,
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:

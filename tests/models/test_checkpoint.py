@@ -20,6 +20,7 @@ from aioengine.checkpoint import (
 )
 from aioengine.config import ModelConfig
 from aioengine.errors import ModelLoadError, ModelNotFound
+from aioengine.model_spec import ModelSpec
 from tests.oracle.tiny_models import CONFIGS, make_model, save_model
 
 FAMILIES = list(CONFIGS)
@@ -490,3 +491,26 @@ def test_default_model_equals_what_transformers_reads_from_it(smollm2_path: Path
     assert spec.context_length == config.max_position_embeddings
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
     assert checkpoint.chat_template is not None and "<|im_start|>" in checkpoint.chat_template
+
+
+def test_context_adds_attention_to_the_work_of_a_token() -> None:
+    spec = ModelSpec(
+        name="m",
+        architecture="LlamaForCausalLM",
+        vocab_size=10,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rotary_dim=16,
+        max_position_embeddings=64,
+        context_length=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        layer_windows=(None, 32),
+        dtype="float32",
+    )
+    weights = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+    assert spec.context_cost == (4 * 4 * 16) / (2 * weights)  # of the one layer that sees all

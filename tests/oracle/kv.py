@@ -12,20 +12,45 @@ Key = tuple[object, ...]
 
 
 class NaivePool:
-    """Owners per block, and the free blocks as a list in eviction order."""
+    """Owners per block, and the free blocks in order: unhashed, prewarmed, then cached by their last use."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, policy: str = "lru", block_size: int = 1, context_cost: float = 0.0
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_refs = [0] * num_blocks
         self.free = list(range(1, num_blocks))
         self.key_of: dict[int, Key] = {}
         self.block_of: dict[Key, int] = {}
         self.children: dict[int, list[int]] = {0: []}  # of each indexed block and of the root, oldest first
+        self.prewarmed: set[int] = set()
+        self.num_evicted = 0
+        # The policy cost: what each block is worth, and the clock that worth is counted from.
+        self.policy, self.block_size, self.context_cost = policy, block_size, context_cost
+        self.hits = [0] * num_blocks
+        self.depth = [-1] * num_blocks
+        self.rank: dict[int, tuple[float, int]] = {}
+        self.clock, self.uses = 0.0, 0
+
+    def goes_first(self, block_id: int) -> bool:
+        return block_id not in self.key_of or block_id in self.prewarmed
+
+    def candidates(self) -> list[int]:
+        leaves = [b for b in self.free if not self.goes_first(b) and not self.children[b]]
+        return sorted(leaves, key=lambda b: self.rank[b])
+
+    def victim(self) -> int:
+        if self.policy == "cost" and not self.goes_first(self.free[0]) and self.candidates():
+            return self.candidates()[0]
+        return self.free[0]
 
     def take(self) -> int:
-        block_id = self.free.pop(0)
+        block_id = self.victim()
+        if self.policy == "cost" and not self.goes_first(block_id) and self.candidates():
+            self.clock = max(self.clock, self.rank[block_id][0])
+        self.free.remove(block_id)
         self.num_refs[block_id] = 1
-        self.forget(block_id)
+        self.num_evicted += self.forget(block_id)
         return block_id
 
     def acquire(self, block_id: int) -> None:
@@ -33,14 +58,32 @@ class NaivePool:
             self.free.remove(block_id)
         self.num_refs[block_id] += 1
 
+    def hit(self, block_id: int) -> None:
+        self.hits[block_id] = min(15, self.hits[block_id] + 1)
+        self.prewarmed.discard(block_id)
+        self.acquire(block_id)
+
     def release(self, block_id: int) -> None:
         self.num_refs[block_id] -= 1
         if self.num_refs[block_id] == 0:
-            self.free.insert(len(self.free) if block_id in self.key_of else 0, block_id)
+            self.enlist(block_id)
+
+    def enlist(self, block_id: int) -> None:
+        if block_id not in self.key_of:
+            self.free.insert(0, block_id)
+        elif block_id in self.prewarmed:
+            self.free.insert(sum(map(self.goes_first, self.free)), block_id)
+        else:
+            self.free.append(block_id)
+            context = self.depth[block_id] * self.block_size
+            value = self.block_size * (1.0 + self.context_cost * context) * (self.hits[block_id] + 1)
+            self.uses += 1
+            self.rank[block_id] = (self.clock + value, self.uses)
 
     def touch(self, block_id: int) -> None:
+        self.prewarmed.discard(block_id)
         self.free.remove(block_id)
-        self.free.append(block_id)
+        self.enlist(block_id)
 
     def index(self, block_id: int, key: Key, parent: int = 0) -> bool:
         if key in self.block_of:
@@ -48,6 +91,7 @@ class NaivePool:
         self.block_of[key], self.key_of[block_id] = block_id, key
         self.children[parent].append(block_id)
         self.children[block_id] = []
+        self.hits[block_id], self.depth[block_id] = 0, self.depth[parent] + 1
         return True
 
     def forget(self, block_id: int) -> int:
@@ -59,13 +103,14 @@ class NaivePool:
         for siblings in self.children.values():
             if block_id in siblings:
                 siblings.remove(block_id)
+        self.prewarmed.discard(block_id)
         if block_id in self.free:
             self.free.remove(block_id)
-            self.free.insert(0, block_id)
+            self.enlist(block_id)
         return count
 
     def clear(self) -> None:
-        self.key_of, self.block_of, self.children = {}, {}, {0: []}
+        self.key_of, self.block_of, self.children, self.prewarmed = {}, {}, {0: []}, set()
 
 
 @dataclass(eq=False)
@@ -83,8 +128,15 @@ class NaiveTable:
 class NaiveKV:
     """The twin of `KVManager`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.pool = NaivePool(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        policy: str = "lru",
+        context_cost: float = 0.0,
+    ) -> None:
+        self.pool = NaivePool(num_blocks, policy, block_size, context_cost)
         self.block_size = block_size
         self.caching = enable_prefix_caching
 
@@ -109,7 +161,7 @@ class NaiveKV:
         if self.blocks_for(num_tokens) - len(hits) > len(usable):
             return False
         for block_id in hits:
-            self.pool.acquire(block_id)
+            self.pool.hit(block_id)
         table.blocks = list(hits)
         table.num_published = len(hits)
         return self.extend(table, num_tokens)

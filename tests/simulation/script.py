@@ -33,6 +33,8 @@ OPTIONS: Mapping[str, Option] = {
     "policy": Option(["fcfs", "fcfs", "priority"]),
     "enable_prefix_caching": Option([True, True, True, True, False]),
     "hash_algo": Option(["xxh3_128", "xxh3_128", "xxh3_128", "sha256"]),
+    "eviction_policy": Option(["lru", "lru", "cost"], lambda o: o["enable_prefix_caching"]),
+    "context_cost": Option([0.0, 0.01], lambda o: o["eviction_policy"] == "cost"),
     "enable_chunked_prefill": Option([True, True, False], lambda o: o["max_num_batched_tokens"] >= o["max_model_len"]),
     "long_prefill_token_threshold": Option([0, 0, 1, 3, 7], lambda o: o["enable_chunked_prefill"]),
     "adaptive_long_prefill_threshold": Option([False, False, True]),

@@ -70,11 +70,17 @@ DIGESTS = [
 class PoolMachine(RuleBasedStateMachine):
     """Pool and prefix map against lists and dicts, under any order of operations (INV-21 to INV-24)."""
 
-    @initialize(num_blocks=st.integers(2, 12))
-    def start(self, num_blocks: int) -> None:
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        policy=st.sampled_from(["lru", "cost"]),
+        context_cost=st.sampled_from([0.0, 0.1, 1.0]),
+    )
+    def start(self, num_blocks: int, policy: str, context_cost: float) -> None:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixMap(self.pool)
-        self.twin = NaivePool(num_blocks)
+        if policy == "cost":
+            self.index.rank_by_cost(4, context_cost)
+        self.twin = NaivePool(num_blocks, policy, 4, context_cost)
 
     def pick(self, data: st.DataObject, owned: bool) -> int:
         ids = [i for i in range(1, self.twin.num_blocks) if (self.twin.num_refs[i] > 0) == owned]
@@ -88,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.twin.free:
             assert self.pool.take_id() == 0
             return
-        victim = self.twin.free[0]
+        victim = self.twin.victim()
         is_indexed = victim in self.twin.key_of
         assert self.pool.take_id() == self.twin.take() == victim
         if is_indexed:
@@ -106,6 +112,20 @@ class PoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.integers(1, self.twin.num_blocks - 1))
         self.pool.acquire_id(block_id)
         self.twin.acquire(block_id)
+
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        if self.twin.key_of:
+            block_id = data.draw(st.sampled_from(sorted(self.twin.key_of)))
+            self.pool.hit_id(block_id)
+            self.twin.hit(block_id)
+
+    @rule(data=st.data())
+    def prewarm(self, data: st.DataObject) -> None:
+        if owned := [b for b in sorted(self.twin.key_of) if self.twin.num_refs[b]]:
+            block_id = data.draw(st.sampled_from(owned))
+            self.pool.set_prewarmed(block_id)
+            self.twin.prewarmed.add(block_id)
 
     @precondition(lambda self: self.has(owned=True))
     @rule(data=st.data(), digest=st.sampled_from(DIGESTS))
@@ -138,6 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.index.check()
         assert self.pool.free_ids() == self.twin.free
         assert self.pool.num_free == len(self.twin.free)
+        assert self.pool.candidates() == (self.twin.candidates() if self.twin.policy == "cost" else None)
         for block_id in range(1, self.twin.num_blocks):
             assert self.pool.num_refs(block_id) == self.twin.num_refs[block_id]
             assert self.pool.is_hashed(block_id) == (block_id in self.twin.key_of)

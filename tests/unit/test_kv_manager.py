@@ -201,10 +201,21 @@ class KVMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3]),
         caching=st.sampled_from([True, True, True, False]),
         algo=st.sampled_from(["xxh3_128", "sha256"]),
+        policy=st.sampled_from(["lru", "cost"]),
+        context_cost=st.sampled_from([0.0, 0.3]),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool, algo: str) -> None:
-        self.kv = KVManager(num_blocks, block_size, caching, algo)  # type: ignore[arg-type]
-        self.twin = NaiveKV(num_blocks, block_size, caching)
+    def start(
+        self, num_blocks: int, block_size: int, caching: bool, algo: str, policy: str, context_cost: float
+    ) -> None:
+        self.kv = KVManager(
+            num_blocks,
+            block_size,
+            caching,
+            algo,  # type: ignore[arg-type]
+            eviction_policy=policy,  # type: ignore[arg-type]
+            context_cost=context_cost,
+        )
+        self.twin = NaiveKV(num_blocks, block_size, caching, policy, context_cost)
         self.live: list[tuple[Request, NaiveTable, int]] = []
 
     @rule(
@@ -266,6 +277,7 @@ class KVMachine(RuleBasedStateMachine):
             return
         self.kv.check([request for request, _, _ in self.live])
         assert self.kv.pool.free_ids() == self.twin.pool.free
+        assert self.kv.num_evicted_blocks == self.twin.pool.num_evicted
         for request, table, _ in self.live:
             assert request.block_ids() == table.blocks
         order = {block_id: at for at, block_id in enumerate(self.kv.pool.free_ids())}

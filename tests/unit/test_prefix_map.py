@@ -116,16 +116,18 @@ def test_a_block_takes_all_below_it_along() -> None:
     pool = BlockPool(9)
     index = PrefixMap(pool)
     parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 1, 6: 0}
-    pool.acquire_id(4)
     for block_id, parent in parents.items():
+        pool.acquire_id(block_id)
         index.insert_bytes(block_id, digest(block_id), parent)
+    for block_id in (3, 2, 5, 1, 6):
+        pool.release_id(block_id)
     assert index.tree.children_of(1) == [5, 2] and index.tree.parent_of(3) == 2
     assert index.remove_id(2) == 3
     index.check()
     assert [i for i in parents if index.find_bytes(digest(i))] == [1, 5, 6]
     assert index.tree.children_of(1) == [5] and index.tree.parent_of(2) is None
     # What nobody owns is the next victim, the parent first; block 4 still has its owner.
-    assert pool.free_ids() == [2, 3, 1, 5, 6, 7, 8] and pool.num_refs(4) == 1
+    assert pool.free_ids() == [2, 3, 7, 8, 5, 1, 6] and pool.num_refs(4) == 1
     assert index.remove_id(1) == 2 and index.num_entries == 1
     pool.check()
 
