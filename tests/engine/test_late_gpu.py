@@ -1,0 +1,137 @@
+"""The GPU's runner on a device that is late: rings, late stops and freed blocks under every delay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from aioengine.errors import EngineDead
+from aioengine.fastcore.request import Request
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.loop import StepLoop
+from aioengine.runner import StepResult
+from aioengine.sampler import compile_sampling
+from aioengine.types import SamplingParams
+from tests.oracle.device import next_token
+from tests.oracle.late_gpu import LateGpu
+
+VOCAB, BLOCK_SIZE, MAX_SEQS = 40, 4, 6
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@contextlib.asynccontextmanager
+async def driven(gpu: LateGpu) -> AsyncIterator[None]:
+    """The device works while this is entered."""
+    task = asyncio.create_task(gpu.drive())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def request_of(name: str, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+    plan = compile_sampling(GREEDY, None, VOCAB, (), 0, 0)
+    return Request(name, prompt, max_tokens=max_tokens, sampling=plan, **options)
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+class Served:
+    """A scheduler and a step loop over the real runner; requests are aborted once they have a number of tokens."""
+
+    def __init__(self, gpu: LateGpu, num_blocks: int, depth: int, **options: Any) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=16,
+            max_model_len=96,
+            max_in_flight=depth,
+        )
+        self.runner = gpu.runner(vocab_size=VOCAB, max_num_seqs=MAX_SEQS, max_in_flight=depth, **options)
+        self.loop = StepLoop(self.scheduler, self.runner, self.settle, max_in_flight=depth)
+        self.abort_at: dict[Request, int] = {}
+
+    def settle(self, plan: Any, result: StepResult) -> None:
+        self.scheduler.update(plan, result.token_ids)
+        self.scheduler.check_invariants()
+        for request, count in list(self.abort_at.items()):
+            if len(request.output_ids_from(0)) >= count:
+                del self.abort_at[request]
+                self.scheduler.finish(request, "abort")
+
+    async def run(self, requests: list[Request]) -> None:
+        """Until all are done, the runner closed."""
+        for request in requests:
+            self.scheduler.add(request)
+        steps = asyncio.create_task(self.loop.run())
+        async with asyncio.timeout(60):
+            while not self.loop.is_idle:
+                await asyncio.sleep(0)
+            self.loop.stop()
+            await steps
+            await self.runner.close()
+
+
+@pytest.mark.parametrize("num_blocks", [100, 26], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("depth", "delay"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3), (4, 1)])
+async def test_tokens_are_the_same_under_every_delay(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, depth: int, delay: int
+) -> None:
+    gpu = LateGpu(monkeypatch, num_blocks, BLOCK_SIZE, delay=delay)
+    served = Served(gpu, num_blocks, depth)
+    shared = [7] * 9
+    prompts = [[3, 1, 4], shared + [5], shared + [2, 6], list(range(20)), [9], list(range(30, 39)), shared + [8] * 7]
+    requests = [request_of(str(i), prompt, 11 + i) for i, prompt in enumerate(prompts)]
+    async with driven(gpu):
+        await served.run(requests)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_ids_from(0) == expected_tokens(prompt, request.max_tokens)
+    assert served.scheduler.num_free_blocks == num_blocks - 1
+    if num_blocks == 26:
+        assert served.scheduler.num_preemptions_total > 0
+
+
+@pytest.mark.parametrize(("depth", "delay"), [(2, 1), (3, 2), (4, 3)])
+async def test_stops_learned_late_and_aborts_disturb_nobody(
+    monkeypatch: pytest.MonkeyPatch, depth: int, delay: int
+) -> None:
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE, delay=delay)
+    served = Served(gpu, 60, depth)
+    prompts = [[i, 2 * i + 1] for i in range(10)]
+    stop = expected_tokens(prompts[0], 9)[4]
+    requests = [request_of(str(i), p, 24, stop_token_ids=[stop] if i == 0 else []) for i, p in enumerate(prompts)]
+    served.abort_at = {requests[1]: 3, requests[2]: 8}
+    async with driven(gpu):
+        await served.run(requests)
+    stopped = expected_tokens(prompts[0], 24)
+    assert requests[0].output_ids_from(0) == stopped[: stopped.index(stop) + 1]
+    for request, prompt in zip(requests[3:], prompts[3:], strict=True):
+        assert request.output_ids_from(0) == expected_tokens(prompt, 24)
+    assert served.scheduler.num_free_blocks == 59
+
+
+async def test_a_device_that_fails_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE, delay=2)
+    served = Served(gpu, 60, 2)
+    served.scheduler.add(request_of("0", [1, 2, 3], 8))
+    plan = served.scheduler.schedule()
+    done = served.runner.launch(plan)
+    served.runner._pending[0].slot.reached.query = lambda: (_ for _ in ()).throw(RuntimeError("launch failure"))
+    served.runner._on_check()
+    with pytest.raises(EngineDead, match="launch failure"):
+        await done
+    with pytest.raises(EngineDead):
+        await served.runner.launch(plan)
+    await served.runner.close()

@@ -1,0 +1,202 @@
+"""CUDA as `CudaRunner` uses it, without a device: work waits in order and is done `delay` launches later.
+
+Inside `torch.cuda.stream(...)` every `Tensor.copy_` is put off, as a device would; memory is read when the copy
+is done, not when it was asked for, so that a buffer written too early shows. The forward pass is the model of
+`device.py`, on the step buffer that reached the "device".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aioengine import cuda_runner
+from aioengine.device import MemoryReport
+from aioengine.fastcore import native, step_buffer
+from aioengine.graphs import StepFacts, StepOutput
+from tests.oracle.device import FakeDevice
+
+PATIENCE = 20
+"""Turns of the loop without a launch after which the oldest step ends anyhow."""
+
+
+class LateGpu:
+    """The queue of all streams, and the names in torch and the runner's module that lead to it.
+
+    Args:
+        delay: how many later steps are launched before one ends.
+        speaks: whether the end of a step is signalled; without, only asking its event tells.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, num_blocks: int, block_size: int, *, delay: int = 0, speaks: bool = True
+    ) -> None:
+        self.delay, self.speaks = delay, speaks
+        self.model = FakeDevice(num_blocks, block_size)
+        self.queue: deque[Callable[[], Any]] = deque()
+        self.num_waiting = 0
+        self.num_launched = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, **options: object) -> None:
+                self.is_done = True
+
+            def record(self, stream: object = None) -> None:
+                self.is_done = False
+                gpu.queue.append(lambda: setattr(self, "is_done", True))
+
+            def query(self) -> bool:
+                return self.is_done
+
+            def synchronize(self) -> None:
+                gpu.run_all()
+
+            def elapsed_time(self, other: object) -> float:
+                return 0.5
+
+        class Stream:
+            device = torch.device("cpu")
+            cuda_stream = 0
+
+            def __init__(self, device: object = None) -> None:
+                pass
+
+            def wait_event(self, event: object) -> None:
+                pass  # one queue keeps all order
+
+            def synchronize(self) -> None:
+                gpu.run_all()
+
+        class Completion(native.Completion):
+            def enqueue(self, stream: int) -> None:
+                gpu.num_waiting += 1
+                gpu.num_launched += 1
+                gpu.queue.append(lambda: self._end())
+
+            def _end(self) -> bool:
+                gpu.num_waiting -= 1
+                if gpu.speaks:
+                    self.signal()
+                return True
+
+        @contextlib.contextmanager
+        def stream_context(stream: object) -> Iterator[None]:
+            with _PutOff(gpu):
+                yield
+
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "stream", stream_context)
+        patch.setattr(torch.cuda, "synchronize", self.run_all)
+        for module in (cuda_runner, *([completion] if (completion := _completion_module()) else [])):
+            if hasattr(module, "native"):
+                patch.setattr(module, "native", SimpleNamespace(Completion=Completion))
+        self.stream: Any = Stream()
+
+    def runner(self, *, vocab_size: int, max_num_seqs: int, max_in_flight: int, **options: Any) -> Any:
+        """A real runner on this device."""
+        memory = MemoryReport(
+            weights_bytes=0, kv_cache_bytes=0, kv_bytes_per_token=0, num_blocks=2, block_size=self.model.block_size
+        )
+        return cuda_runner.CudaRunner(
+            SimpleNamespace(),  # type: ignore[arg-type]
+            _LateForward(self, max_num_seqs),  # type: ignore[arg-type]
+            SimpleNamespace(close=lambda: None),  # type: ignore[arg-type]
+            memory,
+            self.stream,
+            vocab_size=vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_in_flight=max_in_flight,
+            max_chunk=512,
+            **options,
+        )
+
+    def finish_one(self) -> None:
+        """Does the work of the oldest step."""
+        while self.queue.popleft()() is not True:
+            pass
+
+    def run_all(self) -> None:
+        """Does all work there is."""
+        while self.queue:
+            self.queue.popleft()()
+
+    async def drive(self) -> None:
+        """Ends steps as the delay says, for ever."""
+        turns, seen = 0, 0
+        while True:
+            await asyncio.sleep(0)
+            turns = turns + 1 if seen == self.num_launched else 0
+            seen = self.num_launched
+            if self.num_waiting > self.delay or (self.num_waiting and turns > PATIENCE):
+                self.finish_one()
+                turns = 0
+
+
+def _completion_module() -> Any:
+    return None
+
+
+class _PutOff(TorchFunctionMode):
+    """Copies become work of the device; pinned memory is any memory."""
+
+    def __init__(self, gpu: LateGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if function is torch.Tensor.copy_:
+            self._gpu.queue.append(lambda: torch.Tensor.copy_(*args) is None)
+            return args[0]
+        return function(*args, **kwargs)
+
+
+class _LateForward:
+    """The part of `StepForward` that the runner uses; every step is greedy."""
+
+    buckets = ()
+
+    def __init__(self, gpu: LateGpu, max_num_seqs: int) -> None:
+        self._gpu = gpu
+        self.buffer = torch.zeros(4096, dtype=torch.int32)
+        self.packed = torch.zeros((2, max_num_seqs), dtype=torch.int32)
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int32)
+        self.temperature = torch.zeros(max_num_seqs)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64)
+
+    def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
+        assert is_plain
+        self._gpu.queue.append(self._execute)
+        return StepOutput(self.packed, None, None, True)  # type: ignore[arg-type]
+
+    def _execute(self) -> None:
+        words = self.buffer.numpy()
+        header = words[: step_buffer.HEADER_WORDS].tolist()
+        num_rows = header[step_buffer.HEADER_NUM_ROWS]
+        plan = SimpleNamespace(
+            buffer=words[: header[step_buffer.HEADER_TOTAL_WORDS]].copy(),
+            step_id=header[step_buffer.HEADER_STEP_ID],
+            num_rows=num_rows,
+            num_tokens=header[step_buffer.HEADER_NUM_ROWS + 1],
+            num_samples=header[step_buffer.HEADER_NUM_SAMPLES],
+            requests=[SimpleNamespace(request_id="")] * num_rows,
+        )
+        self._gpu.model.launch(plan)  # type: ignore[arg-type]
+        _, samples = self._gpu.model.finish()
+        self.packed.numpy()[0, : len(samples)] = samples
+        self.packed.numpy()[1] = np.int32(0)
+
+    def close(self) -> None:
+        pass
