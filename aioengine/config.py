@@ -133,6 +133,9 @@ class RuntimeConfig:
     optimization_level: Literal[0, 1, 2, 3] = option(
         2, "0 runs every step eagerly; 1 and above replay CUDA graphs where the device has them."
     )
+    completion_poll_us: int = option(
+        300, "On a GPU, ask for a step's end in every turn of the loop while it is due within this time; 0 only sleeps."
+    )
     log_stats_interval_s: float = option(10.0, "Seconds between log lines about queues and cache; 0 for none.")
 
 
@@ -230,6 +233,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "watermark": (0, 0.99),
     "max_waiting_requests": (1, 2**31 - 1),
     "num_threads": (1, 1024),
+    "completion_poll_us": (0, 1_000_000),
     "log_stats_interval_s": (0, 86400),
     "port": (0, 65535),
     "max_request_bytes": (1024, 2**40),
@@ -295,6 +299,7 @@ class ResolvedConfig:
     long_prefill_token_threshold: int
     async_scheduling: bool
     optimization_level: int
+    completion_poll_us: int
 
 
 def usable_cores() -> int:
@@ -364,6 +369,7 @@ def resolve(
         long_prefill_token_threshold=_long_prefill_threshold(config.scheduler, max_model_len),
         async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
         optimization_level=config.runtime.optimization_level,
+        completion_poll_us=config.runtime.completion_poll_us,
     )
 
 

@@ -153,6 +153,7 @@ def make_cuda_runner(
         max_num_seqs=resolved.max_num_seqs,
         max_in_flight=max_in_flight,
         max_chunk=min(resolved.max_num_batched_tokens, resolved.max_model_len),
+        poll_us=resolved.completion_poll_us,
     )
     runner.warm_up()
     return runner

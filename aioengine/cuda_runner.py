@@ -3,7 +3,7 @@
 No thread waits for the device. On the compute stream: the step buffer's copy from a pinned ring, the forward
 pass (`graphs.py`), sampling, and the chosen tokens' scatter by row, where the next step finds them. A side
 stream waits for an event at the end of the step, copies token ids and statuses to pinned memory and signals;
-it never holds up the next step. The loop's reader then resolves the oldest future, so results come in launch
+it never holds up the next step. `completion.py` then has the oldest future resolved, so results come in launch
 order. All methods run on the loop's thread, except the constructor and `warm_up`, which the loader calls.
 """
 
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.completion import CompletionWatch
 from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
-from aioengine.fastcore import native
 from aioengine.graphs import Bucket, StepFacts, StepForward, StepOutput
 from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
 from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Sampler, SamplingPlan
@@ -49,6 +49,9 @@ class _Slot:
     """By row, pinned: what draws need, copied to the device when a row begins to draw."""
     seeds: torch.Tensor
     reached: torch.cuda.Event
+    """The step's end on the compute stream."""
+    arrived: torch.cuda.Event
+    """Its results lie in `host_packed`."""
     is_free: bool = True
 
 
@@ -78,6 +81,7 @@ class CudaRunner:
     Args:
         max_in_flight: steps launched and not yet resolved at most.
         max_chunk: most prompt tokens of one request in a step.
+        poll_us: how long a step that is due is asked for, see `CompletionWatch`.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class CudaRunner:
         max_num_seqs: int,
         max_in_flight: int,
         max_chunk: int,
+        poll_us: int = 0,
     ) -> None:
         self.memory = memory
         self._model: Model | None = model
@@ -107,7 +112,7 @@ class CudaRunner:
         stream.synchronize()
         self._next_slot = 0
         self._pending: deque[_Pending] = deque()
-        self._completion = native.Completion()
+        self._completion = CompletionWatch(self._resolve_oldest, poll_us)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._check: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
@@ -121,6 +126,7 @@ class CudaRunner:
             torch.empty(shape, dtype=torch.int32, pin_memory=True),
             torch.empty(self._max_num_seqs, dtype=torch.float32, pin_memory=True),
             torch.empty(self._max_num_seqs, dtype=torch.int64, pin_memory=True),
+            torch.cuda.Event(),
             torch.cuda.Event(),
         )
 
@@ -159,7 +165,8 @@ class CudaRunner:
         if not self._is_closed:
             self._is_closed = True
             await self._drain()
-            self._unwatch()
+            if self._check is not None:
+                self._check.cancel()
             with contextlib.suppress(RuntimeError):  # a device that has failed fails here again
                 self._compute.synchronize()
                 self._side.synchronize()
@@ -224,7 +231,8 @@ class CudaRunner:
         if num_samples:
             with torch.cuda.stream(self._side):
                 slot.host_packed.copy_(slot.packed, non_blocking=True)
-        self._completion.enqueue(self._side.cuda_stream)
+        slot.arrived.record(self._side)
+        self._completion.launched(self._side.cuda_stream, facts.num_tokens.bit_length(), slot.arrived.query)
         return pending
 
     def _score_prompts(
@@ -245,26 +253,18 @@ class CudaRunner:
 
     # ---- completion -------------------------------------------------------------------------------------
 
+    @property
+    def polled_s(self) -> float:
+        return self._completion.polled_s
+
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is None:
-            self._loop = loop
-            loop.add_reader(self._completion.fileno(), self._on_signal)
+        self._loop = loop
+        self._completion.attach(loop)
         if self._check is None:
             self._check = loop.call_later(CHECK_INTERVAL_S, self._on_check)
 
-    def _unwatch(self) -> None:
-        if self._check is not None:
-            self._check.cancel()
-            self._check = None
-        if self._loop is not None:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._completion.fileno())
-            self._loop = None
-
-    def _on_signal(self) -> None:
-        for _ in range(self._completion.take()):
-            if not self._pending:  # failed meanwhile
-                return
+    def _resolve_oldest(self) -> None:
+        if self._pending:
             self._resolve(self._pending.popleft())
 
     def _on_check(self) -> None:
@@ -294,6 +294,7 @@ class CudaRunner:
         """Fails every step in flight and all to come."""
         if self._failure is None:
             self._failure = error
+        self._completion.forget()
         while self._pending:
             pending = self._pending.popleft()
             if not pending.done.done():

@@ -356,6 +356,7 @@ class AsyncEngine:
             generation_tokens=metrics.generation_tokens,
             num_requests_finished=dict(metrics.finished),
             loop_lag_p99_s=metrics.loop_lag_p99_s(),
+            completion_poll_s=self._loaded.runner.polled_s,
         )
 
     def set_max_num_active_seqs(self, value: int) -> None:

@@ -78,6 +78,8 @@ class EngineStats:
     """By finish reason."""
     loop_lag_p99_s: float | None
     """99th percentile of how late timers of the event loop fired while requests ran; None before any."""
+    completion_poll_s: float = 0.0
+    """Seconds that the loop was kept awake to ask the device for the end of a step."""
 
 
 class EngineMetrics:
@@ -130,6 +132,8 @@ class EngineMetrics:
         yield self._counter("prefix_cache_evicted_blocks", "Cached KV blocks that had to make room", evicted)
         yield self._counter("num_preemptions", "Requests preempted for lack of KV blocks", stats.num_preemptions)
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
+        polled_s = stats.completion_poll_s
+        yield self._counter("completion_poll_seconds", "Time the loop was kept awake to ask the device", polled_s)
         yield self._counter("prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated", self.generation_tokens)
         yield self._counter("requests_received", "Requests accepted by intake", self.requests_received)

@@ -75,6 +75,10 @@ class Runner(Protocol):
     def memory(self) -> MemoryReport:
         """Sizes of the weights and the KV pool."""
 
+    @property
+    def polled_s(self) -> float:
+        """Seconds that the loop was kept awake to ask the device whether a step has ended."""
+
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Starts a step after those launched before and returns at once.
 
@@ -118,6 +122,8 @@ class _Launched:
 
 class CpuRunner:
     """Runs steps in one worker thread, which ends with `close()`, or when nobody holds the runner any more."""
+
+    polled_s = 0.0
 
     def __init__(
         self,

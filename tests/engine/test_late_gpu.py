@@ -62,6 +62,7 @@ class Served:
         self.runner = gpu.runner(vocab_size=VOCAB, max_num_seqs=MAX_SEQS, max_in_flight=depth, **options)
         self.loop = StepLoop(self.scheduler, self.runner, self.settle, max_in_flight=depth)
         self.abort_at: dict[Request, int] = {}
+        self.ended = asyncio.Event()
 
     def settle(self, plan: Any, result: StepResult) -> None:
         self.scheduler.update(plan, result.token_ids)
@@ -70,6 +71,8 @@ class Served:
             if len(request.output_ids_from(0)) >= count:
                 del self.abort_at[request]
                 self.scheduler.finish(request, "abort")
+        if not self.scheduler.has_work():
+            self.ended.set()
 
     async def run(self, requests: list[Request]) -> None:
         """Until all are done, the runner closed."""
@@ -77,20 +80,20 @@ class Served:
             self.scheduler.add(request)
         steps = asyncio.create_task(self.loop.run())
         async with asyncio.timeout(60):
-            while not self.loop.is_idle:
-                await asyncio.sleep(0)
+            await asyncio.wait([asyncio.create_task(self.ended.wait()), steps], return_when="FIRST_COMPLETED")
             self.loop.stop()
             await steps
             await self.runner.close()
 
 
+@pytest.mark.parametrize("poll_us", [0, 20_000], ids=["told", "asked"])
 @pytest.mark.parametrize("num_blocks", [100, 26], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("depth", "delay"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 3), (4, 1)])
 async def test_tokens_are_the_same_under_every_delay(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, depth: int, delay: int
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, depth: int, delay: int, poll_us: int
 ) -> None:
     gpu = LateGpu(monkeypatch, num_blocks, BLOCK_SIZE, delay=delay)
-    served = Served(gpu, num_blocks, depth)
+    served = Served(gpu, num_blocks, depth, poll_us=poll_us)
     shared = [7] * 9
     prompts = [[3, 1, 4], shared + [5], shared + [2, 6], list(range(20)), [9], list(range(30, 39)), shared + [8] * 7]
     requests = [request_of(str(i), prompt, 11 + i) for i, prompt in enumerate(prompts)]
@@ -99,6 +102,7 @@ async def test_tokens_are_the_same_under_every_delay(
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.output_ids_from(0) == expected_tokens(prompt, request.max_tokens)
     assert served.scheduler.num_free_blocks == num_blocks - 1
+    assert (served.runner.polled_s > 0) == (poll_us > 0)
     if num_blocks == 26:
         assert served.scheduler.num_preemptions_total > 0
 

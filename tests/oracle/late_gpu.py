@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from aioengine import cuda_runner
+from aioengine import completion, cuda_runner
 from aioengine.device import MemoryReport
 from aioengine.fastcore import native, step_buffer
 from aioengine.graphs import StepFacts, StepOutput
@@ -34,13 +34,10 @@ class LateGpu:
 
     Args:
         delay: how many later steps are launched before one ends.
-        speaks: whether the end of a step is signalled; without, only asking its event tells.
     """
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, num_blocks: int, block_size: int, *, delay: int = 0, speaks: bool = True
-    ) -> None:
-        self.delay, self.speaks = delay, speaks
+    def __init__(self, patch: pytest.MonkeyPatch, num_blocks: int, block_size: int, *, delay: int = 0) -> None:
+        self.delay = delay
         self.model = FakeDevice(num_blocks, block_size)
         self.queue: deque[Callable[[], Any]] = deque()
         self.num_waiting = 0
@@ -85,8 +82,7 @@ class LateGpu:
 
             def _end(self) -> bool:
                 gpu.num_waiting -= 1
-                if gpu.speaks:
-                    self.signal()
+                self.signal()
                 return True
 
         @contextlib.contextmanager
@@ -98,9 +94,7 @@ class LateGpu:
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "stream", stream_context)
         patch.setattr(torch.cuda, "synchronize", self.run_all)
-        for module in (cuda_runner, *([completion] if (completion := _completion_module()) else [])):
-            if hasattr(module, "native"):
-                patch.setattr(module, "native", SimpleNamespace(Completion=Completion))
+        patch.setattr(completion, "native", SimpleNamespace(Completion=Completion))
         self.stream: Any = Stream()
 
     def runner(self, *, vocab_size: int, max_num_seqs: int, max_in_flight: int, **options: Any) -> Any:
@@ -141,10 +135,6 @@ class LateGpu:
             if self.num_waiting > self.delay or (self.num_waiting and turns > PATIENCE):
                 self.finish_one()
                 turns = 0
-
-
-def _completion_module() -> Any:
-    return None
 
 
 class _PutOff(TorchFunctionMode):
