@@ -24,7 +24,7 @@ from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
 from aioengine.outputs import RequestStream
-from aioengine.startup import Loading, Parts, run_in_thread
+from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
 from aioengine.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -59,15 +59,22 @@ class AsyncEngine:
     Args:
         config: the options; the default serves the built-in model on whatever device there is.
         on_stage: called from a thread with a few words when the start enters a new stage.
+        load: makes the parts in place of the configured model's (benchmarks of the host alone).
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, on_stage: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        on_stage: Callable[[str], None] = lambda _: None,
+        load: LoadParts | None = None,
+    ) -> None:
         self.config = config or EngineConfig()
         self._on_stage = on_stage
         self._state = "new"
         self._parts: Parts | None = None
         self._failure: BaseException | None = None
-        self._loading = Loading()
+        self._loading = Loading(load)
         self._closing: asyncio.Task[None] | None = None
         self._steps_task: asyncio.Task[None] | None = None
         self._log_task: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ from aioengine.errors import ContextLengthExceeded, EngineError
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import PreparedRequest
-from aioengine.metrics import EngineMetrics
+from aioengine.metrics import EngineMetrics, Histogram
 from aioengine.outputs import ChoiceOutput, RequestStream
 from aioengine.types import RequestTiming
 
@@ -57,6 +57,32 @@ class LiveChoice:
     is_open: bool = True
     first_token_s: float | None = None
     last_token_s: float = 0.0
+
+
+class _Gaps:
+    """Times between tokens in one step. Nearly all choices had their last token in the same step before, so that
+    neighbours with equal gaps are counted together and booked once."""
+
+    __slots__ = ("_count", "_histogram", "_last_s", "_now_s")
+
+    def __init__(self, histogram: Histogram, now_s: float) -> None:
+        self._histogram = histogram
+        self._now_s = now_s
+        self._last_s = now_s
+        self._count = 0
+
+    def add(self, last_s: float) -> None:
+        """A token of a choice whose last one came at `last_s`."""
+        if last_s != self._last_s:
+            self.book()
+            self._last_s, self._count = last_s, 0
+        self._count += 1
+
+    def book(self) -> None:
+        """Moves what was counted into the histogram."""
+        if self._count:
+            self._histogram.observe(self._now_s - self._last_s, self._count)
+            self._count = 0
 
 
 class LiveRequests:
@@ -150,14 +176,20 @@ class LiveRequests:
             failed = _choice_of(plan.requests[row])
             if failed.is_open:
                 self._fail_choice(failed, EngineError(why))
+        gaps = _Gaps(self._metrics.inter_token_latency, now_s)
         for request in changed:
-            choice = _choice_of(request)
+            choice: LiveChoice = request.stream
             if not choice.is_open:
                 continue
             output = choice.output
             new_ids = request.output_ids_from(output.num_tokens)
             if new_ids:
-                self._book_times(choice, len(new_ids), now_s)
+                self._metrics.generation_tokens += len(new_ids)
+                if choice.first_token_s is None:
+                    self._book_first_token(choice, now_s)
+                else:
+                    gaps.add(choice.last_token_s)
+                choice.last_token_s = now_s
             reason = request.finish_reason
             # `request.stop_token_id` is None for the model's own end tokens; a closing token is the last one.
             stop_id = new_ids[-1] if reason == "stop" else None
@@ -168,6 +200,7 @@ class LiveRequests:
                 reason = "stop"
             if reason is not None:
                 self._end_choice(choice, reason, now_s)
+        gaps.book()
         if self._scheduler.num_preemptions_total != self._num_preemptions:
             self._warn_of_preemptions(now_s)
 
@@ -232,18 +265,12 @@ class LiveRequests:
         )
         self._num_preemptions, self._warned_s = total, now_s
 
-    def _book_times(self, choice: LiveChoice, num_new: int, now_s: float) -> None:
-        metrics = self._metrics
-        metrics.generation_tokens += num_new
-        if choice.first_token_s is None:
-            choice.first_token_s = now_s
-            request = choice.request
-            metrics.time_to_first_token.observe(now_s - request.arrival_s)
-            if request.scheduled_s is not None:
-                metrics.queue_time.observe(request.scheduled_s - request.arrival_s)
-        else:
-            metrics.inter_token_latency.observe(now_s - choice.last_token_s)
-        choice.last_token_s = now_s
+    def _book_first_token(self, choice: LiveChoice, now_s: float) -> None:
+        metrics, request = self._metrics, choice.request
+        choice.first_token_s = now_s
+        metrics.time_to_first_token.observe(now_s - request.arrival_s)
+        if request.scheduled_s is not None:
+            metrics.queue_time.observe(request.scheduled_s - request.arrival_s)
 
     def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for position, rows in (result.prompt_logprobs or {}).items():

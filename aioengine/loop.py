@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from aioengine.runner import Runner, StepResult
 
 logger = logging.getLogger(__name__)
+
+MAX_HOLD_S = 0.001
+"""So long the loop goes on with a device that is always ready before other tasks get their turn."""
+MAX_HELD_STEPS = 16
+"""And so many steps at most."""
 
 
 @dataclass(slots=True)
@@ -64,6 +70,8 @@ class StepLoop:
         self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._bell = asyncio.Event()
+        self._yielded_s = -math.inf
+        self._num_held = 0
         self._stopping = False
         self.num_steps = 0
         self.last_progress_s = self._clock()
@@ -112,12 +120,18 @@ class StepLoop:
     async def _settle_oldest(self) -> None:
         """Waits for the oldest step; returns early if a request arrived that could still be launched."""
         oldest = self._in_flight[0]
-        if oldest.done.done():
-            await asyncio.sleep(0)  # a device that is always ready must not starve the other tasks
-        elif len(self._in_flight) < self._max_in_flight:
-            await self._bell.wait()
-        else:
-            await asyncio.wait((oldest.done,))
+        if not oldest.done.done():
+            if len(self._in_flight) < self._max_in_flight:
+                await self._bell.wait()
+            else:
+                await asyncio.wait((oldest.done,))
+            self._num_held, self._yielded_s = 0, self._clock()
+        elif self._num_held >= MAX_HELD_STEPS or self.last_progress_s - self._yielded_s >= MAX_HOLD_S:
+            # A device that is always ready must not starve the other tasks; several steps share one turn of
+            # theirs, in which what they read joins.
+            await asyncio.sleep(0)
+            self._num_held, self._yielded_s = 0, self._clock()
+        self._num_held += 1
         if not oldest.done.done():
             return
         result = oldest.done.result()

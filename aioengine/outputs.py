@@ -48,44 +48,45 @@ class RowLogprobs(Protocol):
 
 
 class StreamedOutput(RequestOutput):
-    """A `RequestOutput` whose `text` and `token_ids` are made when first read.
+    """A `RequestOutput` whose fields are made when first read, apart from what is new.
 
-    Both grow with the output; building them for every delta would cost more than the delta itself, and
-    most readers want only the delta.
+    `text` and `token_ids` grow with the output: building them for every delta would cost more than the delta
+    itself. And one is made per token and reader, who wants the delta and little else.
     """
 
     __slots__ = ("_choice", "_num_bytes", "_num_tokens")
 
-    def __init__(self, choice: ChoiceOutput, delta: str, num_bytes: int, num_new_tokens: int) -> None:
-        token_ids = choice._token_ids
+    def __init__(self, choice: ChoiceOutput, delta: str, delta_token_ids: list[int], num_bytes: int) -> None:
         self._choice = choice
         self._num_bytes = num_bytes
-        self._num_tokens = len(token_ids)
-        self.request_id = choice._stream.request_id
-        self.index = choice.index
+        self._num_tokens = len(choice._token_ids)
         self.delta = delta
-        self.delta_token_ids = token_ids[-num_new_tokens:] if num_new_tokens else []
-        self.delta_logprobs = None
-        self.prompt_token_ids = choice._prompt_token_ids
-        self.prompt_logprobs = None
+        self.delta_token_ids = delta_token_ids
         self.finish_reason = None
-        self.stop_reason = None
         self.usage = None
-        self.timing = None
 
     def __getattr__(self, name: str) -> object:
         # Reached only for a field that is not set yet.
-        if name == "text":
-            self.text = self._choice._text_until(self._num_bytes)
-            return self.text
-        if name == "token_ids":
-            self.token_ids = self._choice._token_ids[: self._num_tokens]
-            return self.token_ids
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        make = _LATE_FIELDS.get(name)
+        if make is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = make(self)
+        setattr(self, name, value)
+        return value
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles are plain records."""
         return RequestOutput, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+_LATE_FIELDS: dict[str, Callable[[StreamedOutput], object]] = {
+    "request_id": lambda out: out._choice._stream.request_id,
+    "index": lambda out: out._choice.index,
+    "text": lambda out: out._choice._text_until(out._num_bytes),
+    "token_ids": lambda out: out._choice._token_ids[: out._num_tokens],
+    "prompt_token_ids": lambda out: out._choice._prompt_token_ids,
+    **dict.fromkeys(("delta_logprobs", "prompt_logprobs", "stop_reason", "timing"), lambda _: None),
+}
 
 
 class ChoiceOutput:
@@ -247,19 +248,21 @@ class ChoiceOutput:
         """Everything unread as one output; called by the stream when the reader comes."""
         self._is_queued = False
         text = self._text
-        delta, num_bytes = "", 0
-        if text is not None:
+        if text is None:
+            delta, num_bytes = "", 0
+        else:
             delta = text.take()
             num_bytes = text.num_taken_bytes
-        num_new = len(self._token_ids) - self._num_delivered_tokens
-        out = StreamedOutput(self, delta, num_bytes, num_new)
+        num_delivered = self._num_delivered_tokens
+        new_ids = self._token_ids[num_delivered:]
+        out = StreamedOutput(self, delta, new_ids, num_bytes)
         if self._rows is not None:
             out.delta_logprobs = [self._position_logprobs(row) for row in self._rows]
             self._rows.clear()
-        if self._prompt_logprobs is not None and self._num_delivered_tokens == 0:
+        if self._prompt_logprobs is not None and num_delivered == 0:
             out.prompt_logprobs = self._prompt_logprobs
             self._prompt_logprobs = None
-        self._num_delivered_tokens += num_new
+        self._num_delivered_tokens = num_delivered + len(new_ids)
         if self.finish_reason is not None:
             out.finish_reason = self.finish_reason
             out.stop_reason = self.stop_reason
@@ -276,9 +279,7 @@ class ChoiceOutput:
                 zip(row.top_ids.tolist(), row.top_logprobs.tolist(), strict=True), 1
             )
         )
-        return PositionLogprobs(
-            self._token_logprob(int(row.token_id), float(row.logprob), int(row.rank)), top
-        )
+        return PositionLogprobs(self._token_logprob(int(row.token_id), float(row.logprob), int(row.rank)), top)
 
     def _token_logprob(self, token_id: int, logprob: float, rank: int) -> TokenLogprob:
         if self._tokenizer is None:

@@ -69,13 +69,18 @@ class Parts:
     timings: Timings
 
 
+LoadParts = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Parts]
+"""Takes the configuration, a callback that names stages, and one that raises to give up."""
+
+
 class Loading:
     """The thread of a start, which can be given up while it works.
 
     What it loaded belongs to `run()`, or, if it was abandoned before that, to the thread, which closes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, load: LoadParts | None = None) -> None:
+        self._load_parts = load or load_parts
         self._lock = threading.Lock()
         self._is_abandoned = False
         self._parts: Parts | None = None
@@ -103,7 +108,7 @@ class Loading:
         return self._parts
 
     def _load(self, config: EngineConfig, on_stage: Callable[[str], None]) -> None:
-        parts = load_parts(config, on_stage, self._check)
+        parts = self._load_parts(config, on_stage, self._check)
         with self._lock:
             if not self._is_abandoned:
                 self._parts = parts

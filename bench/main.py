@@ -1,4 +1,4 @@
-"""`aioengine bench`: `latency`, `throughput` and `transformers` (the same work by the engine and by it).
+"""`aioengine bench`: `latency`, `throughput`, `transformers` (the same work by the engine and by it), and `core`.
 
 Each prints a table and, with `--json FILE`, writes all figures with machine, versions and command. Figures
 are medians of `--repeats` runs after a warm-up. Options of the engine are those of `aioengine serve`.
@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from aioengine.bench.core import add_options, run_core
 from aioengine.bench.report import peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
@@ -56,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
         run_transformers,
         "The same GGUF model by this engine and by transformers (float32), in one run, with ratios.",
     )
+    core = _add(kinds, "core", run_core, "Block pool, scheduler and host work alone, without a model.", engine=False)
+    add_options(core)
     return parser
 
 
@@ -97,9 +100,7 @@ async def run_throughput(args: argparse.Namespace) -> None:
         vocab_size = engine.model.vocab_size
         await _elapsed(engine, 2, args.input_len, 2, seed=99)
         for repeat in range(args.repeats):
-            prompts = random_prompts(
-                args.num_prompts, args.input_len, vocab_size, repeat, prefix_len=args.prefix_len
-            )
+            prompts = random_prompts(args.num_prompts, args.input_len, vocab_size, repeat, prefix_len=args.prefix_len)
             jobs = [Job(prompt, args.output_len) for prompt in prompts]
             lines, elapsed_s = await run_jobs(engine, jobs, args.temperature, args.request_rate, seed=repeat)
             runs.append(summarize(lines, elapsed_s))
@@ -172,13 +173,16 @@ def _add(
     name: str,
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
     summary: str,
+    *,
+    engine: bool = True,
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(name, help=summary, description=summary)
     parser.set_defaults(run=run)
     parser.add_argument("--repeats", type=int, default=3, help="Runs whose median is reported (default: 3).")
     parser.add_argument("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
-    add_config_flags(parser, GROUPS)
+    if engine:
+        add_config_flags(parser, GROUPS)
     return parser
 
 

@@ -39,6 +39,19 @@ def test_a_benchmark_prints_and_writes_what_it_measured(
     assert figures["peak_memory_bytes"] > 0
 
 
+def test_the_core_is_measured_beside_plain_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    small = "--parts pool objects host --num-seqs 3 --input-len 20 --output-len 9 --steps 300 --repeats 1"
+    assert main(["bench", "core", *small.split(), "--json", str(report)]) == 0
+    figures = orjson.loads(report.read_bytes())
+    assert {row["operation"] for row in figures["pool"]} >= {"allocate", "free", "touch", "look up"}
+    assert all(row["ratio"] > 0 for row in figures["pool"])
+    assert 0 < figures["memory"]["aioengine_bytes_per_block"] < figures["memory"]["plain_python_bytes_per_block"]
+    assert figures["objects"]["memory_blocks_after"] - figures["objects"]["memory_blocks_before"] < 100
+    offline, generated = figures["host"]
+    assert (offline["outputs_per_request"], offline["requests"], generated["requests"]) == (1, 3, 3)
+
+
 def test_a_bad_line_is_one_sentence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--prefix-len", "9", "--input-len", "4", "--model", str(folder)]) == 2
     assert "--prefix-len must not be above --input-len" in capfd.readouterr().err

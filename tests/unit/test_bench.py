@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aioengine.bench.naive_pool import NaivePool, chain_hashes
 from aioengine.bench.workloads import Timeline, median_run, percentile, random_prompts, summarize
 
 
@@ -47,3 +48,18 @@ def test_the_median_run_is_one_of_the_runs() -> None:
     runs: list[dict[str, float | int | None]] = [{"rate": 3.0}, {"rate": 1.0}, {"rate": 2.0}]
     assert median_run(runs, "rate") is runs[2]
     assert median_run(runs[:2], "rate") is runs[1]
+
+
+def test_the_naive_pool_forgets_the_least_recently_used_and_keeps_what_is_touched() -> None:
+    pool = NaivePool(5)
+    hashes = chain_hashes(list(range(8)), 2)
+    assert len(hashes) == 4 and chain_hashes([0, 1, 9, 3], 2)[0] == hashes[0]
+    blocks = pool.allocate(4)
+    pool.publish(blocks, hashes)
+    pool.release_all(blocks)
+    assert pool.lookup(hashes) == blocks
+    pool.touch(blocks[:2])
+    taken = pool.allocate(2)
+    assert set(taken) == set(blocks[2:]) and pool.lookup(hashes) == blocks[:2]
+    with pytest.raises(RuntimeError, match="1 blocks are wanted, 0 are free"):
+        pool.allocate(1)

@@ -393,3 +393,15 @@ async def test_streams_leave_nothing_behind(tokenizer: Tokenizer) -> None:
         assert out.text
     del out
     assert sys.getrefcount(text) == before
+
+
+async def test_a_late_field_is_made_when_it_is_read() -> None:
+    stream = RequestStream("a", 1)
+    choice = ChoiceOutput(stream, 0, None, SamplingParams(), [7, 8])
+    choice.push([1, 2])
+    out = await anext(stream)
+    choice.push([3])
+    assert (out.request_id, out.index, out.prompt_token_ids, out.token_ids) == ("a", 0, [7, 8], [1, 2])
+    assert (out.delta_logprobs, out.prompt_logprobs, out.stop_reason, out.timing) == (None, None, None, None)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        out.nonsense  # noqa: B018

@@ -1,0 +1,110 @@
+"""A KV block pool in plain Python, written the obvious way: what `bench core` measures ours against.
+
+One object per block, an ordered dictionary as the free list (a block that is hit leaves from the middle), a dictionary
+from hash to block. The same rules as `fastcore`: unhashed blocks are taken first, then the least recently used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block of the pool."""
+
+    block_id: int
+    num_refs: int = 0
+    hash: bytes | None = None
+
+
+class NaivePool:
+    """One small method per thing that happens to a block, and one per list of blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free: OrderedDict[int, Block] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
+        self.by_hash: dict[bytes, Block] = {}
+
+    def take(self) -> Block:
+        """The next victim; what it cached is forgotten."""
+        _, block = self.free.popitem(last=False)
+        self.forget(block)
+        block.num_refs = 1
+        return block
+
+    def forget(self, block: Block) -> None:
+        """Its content is about to change."""
+        if block.hash is not None:
+            del self.by_hash[block.hash]
+            block.hash = None
+
+    def release(self, block: Block) -> None:
+        """One owner less; without any it is free."""
+        block.num_refs -= 1
+        if block.num_refs == 0:
+            self.free[block.block_id] = block
+            if block.hash is None:
+                self.free.move_to_end(block.block_id, last=False)
+
+    def acquire(self, block: Block) -> None:
+        """One owner more."""
+        if block.num_refs == 0:
+            del self.free[block.block_id]
+        block.num_refs += 1
+
+    def find(self, digest: bytes) -> Block | None:
+        """The block with this hash."""
+        return self.by_hash.get(digest)
+
+    def index(self, block: Block, digest: bytes) -> None:
+        """A full block can be found from now on, unless another with its content can."""
+        if block.hash is None and digest not in self.by_hash:
+            block.hash = digest
+            self.by_hash[digest] = block
+
+    def allocate(self, count: int) -> list[Block]:
+        """So many blocks."""
+        if count > len(self.free):
+            raise RuntimeError(f"{count} blocks are wanted, {len(self.free)} are free")
+        return [self.take() for _ in range(count)]
+
+    def release_all(self, blocks: Sequence[Block]) -> None:
+        """The deepest block first, so that shared beginnings are evicted last."""
+        for block in reversed(blocks):
+            self.release(block)
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """All of them are hit."""
+        for block in blocks:
+            self.acquire(block)
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[Block]:
+        """The blocks of the longest known prefix."""
+        found = []
+        for digest in hashes:
+            block = self.find(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def publish(self, blocks: Sequence[Block], hashes: Sequence[bytes]) -> None:
+        """Gives full blocks their hashes."""
+        for block, digest in zip(blocks, hashes, strict=True):
+            self.index(block, digest)
+
+
+def chain_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The hashes of all full blocks, each over its parent's and its tokens."""
+    hashes, parent = [], b"root"
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        tokens = array("i", token_ids[start : start + block_size])
+        parent = xxhash.xxh3_128_digest(parent + tokens.tobytes())
+        hashes.append(parent)
+    return hashes
