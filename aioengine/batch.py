@@ -46,6 +46,8 @@ class HostStep:
     sample_plan_rows: Ints
     """[N] position of each sample's row in the plan."""
     prompt_spans: tuple[PromptSpan, ...]
+    copies: torch.Tensor | None
+    """int32 [C, 2] (source, target) blocks to copy before the forward pass; None without any."""
 
 
 class HostRows:
@@ -71,6 +73,11 @@ class HostRows:
         updates = _section(buffer, header[layout.OFF_BLOCKS], header[layout.NUM_BLOCK_UPDATES], layout.BLOCK_WORDS)
         if len(updates):
             self._block_table[updates[:, 0], updates[:, 1]] = updates[:, 2]
+
+        copies = None
+        if header[layout.NUM_COPIES]:
+            pairs = _section(buffer, header[layout.OFF_COPIES], header[layout.NUM_COPIES], layout.COPY_WORDS)
+            copies = torch.from_numpy(pairs)
 
         row_ids, starts, num_new = rows[:, layout.ROW], rows[:, layout.QUERY_START], rows[:, layout.NUM_NEW]
         computed = rows[:, layout.NUM_COMPUTED]
@@ -108,6 +115,7 @@ class HostRows:
             rows[sampled, layout.NUM_OUTPUT],
             sampled.astype(np.int32),
             tuple(PromptSpan(int(i), int(starts[i]), int(num_new[i])) for i in scored),
+            copies,
         )
 
     def set_last_tokens(self, row_ids: Ints, token_ids: Ints) -> None:

@@ -142,6 +142,7 @@ class CudaRunner:
             for size in reversed(decodes):
                 self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
             self._forward.warm_long_chunks(self._max_chunk)
+            self._forward.warm_copies()
             self._compute.synchronize()
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:

@@ -25,6 +25,7 @@ from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
 from aioengine.kernels import step as layout
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
+from aioengine.kernels.block_copy import BlockCopier
 from aioengine.kernels.choose import choose
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
@@ -72,6 +73,8 @@ class StepFacts:
     """[N] position of each sample's row in the plan."""
     prompt_spans: tuple[tuple[int, int], ...]
     """(plan row, first token) of rows whose prompt is scored."""
+    num_copies: int
+    """Blocks to copy before the forward pass."""
     long_rows: tuple[LongRow, ...]
     """Rows with `LONG_CHUNK` or more new tokens."""
 
@@ -118,6 +121,7 @@ class StepFacts:
             chosen[:, layout.NUM_OUTPUT],
             sampled.astype(np.int32),
             spans,
+            header[layout.NUM_COPIES],
             long_rows,
         )
 
@@ -180,6 +184,7 @@ class StepForward:
         self._spec = spec
         self._ops = ops
         self._kv_caches = kv_caches
+        self._block_copier: BlockCopier | None = None
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._device = ops.device
@@ -215,6 +220,8 @@ class StepForward:
 
     def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
         """Runs the step that lies in `buffer`. `is_plain`: every sample is greedy or an unfiltered draw."""
+        if facts.num_copies:
+            self._copier().copy(self.buffer, facts.num_copies)
         is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
         if not self.buckets or is_long:
             return self._run_at_size(facts)
@@ -270,8 +277,20 @@ class StepForward:
             if entry.graph is not None:
                 entry.graph.reset()
         self._entries.clear()
+        self._block_copier = None
+
+    def warm_copies(self) -> None:
+        """Compiles the copy of blocks, by a step that has none."""
+        self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
+        self._copier().copy(self.buffer, 1)
 
     # ---- inside -----------------------------------------------------------------------------------------
+
+    def _copier(self) -> BlockCopier:
+        """Made late: the caches are given their final size after profiling."""
+        if self._block_copier is None:
+            self._block_copier = BlockCopier(self._kv_caches)
+        return self._block_copier
 
     def _enter(self, bucket: Bucket) -> _Entry:
         """Makes a bucket, runs the step in `buffer` eagerly, then captures the same calls."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aioengine.errors import ContextLengthExceeded, EngineError
-from aioengine.fastcore.request import Request
+from aioengine.fastcore.request import Request, Siblings
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import PreparedRequest
 from aioengine.metrics import EngineMetrics, Histogram
@@ -133,6 +133,9 @@ class LiveRequests:
         params, prompt_ids = prepared.params, prepared.prompt_token_ids
         stream = RequestStream(label, len(prepared.plans), self._closed_by_reader)
         live = LiveRequest(label, stream)
+        # Choices compute their prompt once, unless each must have the logits of all its positions.
+        wants_prompt_logits = params.prompt_logprobs is not None
+        siblings = Siblings() if len(prepared.plans) > 1 and not wants_prompt_logits else None
         for index, plan in enumerate(prepared.plans):
             output = ChoiceOutput(stream, index, self._tokenizer, params, prompt_ids, eos_token_ids=self._eos_token_ids)
             choice = LiveChoice(live, output)
@@ -148,9 +151,10 @@ class LiveRequests:
                 priority=priority,
                 arrival_s=arrived_s,
                 cache_salt=(cache_salt or "").encode("utf-8", "surrogatepass"),
-                wants_prompt_logits=params.prompt_logprobs is not None,
+                wants_prompt_logits=wants_prompt_logits,
                 sampling=plan,
                 stream=choice,
+                siblings=siblings,
             )
             live.choices.append(choice)
         try:

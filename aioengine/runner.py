@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from aioengine.batch import HostRows, HostStep, PromptSpan, scored_rows
 from aioengine.device import Device, ForwardPass, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
+from aioengine.kernels.block_copy import copy_blocks_ref
 from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
 
@@ -275,6 +276,8 @@ class _StepWork:
         for join in launched.joins:
             self.sampler.join(join.row, join.sampling, join.prompt_ids, join.output_ids)
         step = self.rows.unpack(launched.buffer)
+        if step.copies is not None:
+            copy_blocks_ref(step.copies, self.kv_caches)
         hidden = self.forward(step.input_ids, step.positions, step.attention)
         ctx = StepContext(self.ops, step.attention, self.kv_caches)
         result = self._sample(step, hidden, ctx)

@@ -16,9 +16,13 @@ cdef class KVManager:
 
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1
+    cdef int32_t match_cached(self, Request request) except -1
+    cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1
+    cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
+    cdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cpdef int release(self, Request request) except -1

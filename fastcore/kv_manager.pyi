@@ -36,8 +36,11 @@ class KVManager:
     ) -> None: ...
     def match(self, request: Request) -> int:
         """Blocks of the longest cached prefix of a request that has no blocks; takes nothing."""
-    def admit(self, request: Request, num_hits: int, num_tokens: int) -> bool:
-        """Takes the hits just matched and new blocks to cover `num_tokens`; False changes nothing."""
+    def admit(self, request: Request, num_hits: int, num_tokens: int, copy_source: int = 0) -> bool:
+        """Takes the hits just matched and new blocks to cover `num_tokens`; False changes nothing.
+
+        The first new block begins as a copy of block `copy_source`, if that is not 0.
+        """
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
     def publish(self, request: Request, num_computed: int) -> int:

@@ -10,9 +10,13 @@ request, left to right:
 
 Either a call gets all blocks it needs or it changes nothing (A13). Table entries never change while the
 request has them (A11), and only blocks with one owner are ever written (INV-25): a hit covers full blocks
-only, and a full block is never written again.
+only, and a full block is never written again. What is known of a block that is not full goes into a block of
+the request's own, as a copy made by the device at the start of the step (A10). The source is
+held until that step is packed, so that it is nobody's new block in the same step (INV-18).
 """
 import cython
+
+from libc.string cimport memcpy
 
 from aioengine.fastcore.block_hash cimport CHECKED
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
@@ -42,12 +46,18 @@ cdef class KVManager:
         return self.hasher is not None and not request.skip_prefix_cache and not request.wants_prompt_logits
 
     cpdef int32_t match(self, Request request) except -1:
-        """Finds the longest cached prefix of a request without blocks; returns its number of blocks.
+        """Finds the longest computed prefix of a request without blocks; returns its number of full blocks.
 
-        Writes the ids to the start of the table but takes nothing: only `admit` makes them the request's.
+        Writes the ids to the start of the table, the number of tokens to `num_matched`, and to `copy_source` a
+        block to copy if they end inside of one. Takes nothing: only `admit` makes all that the request's.
         """
-        if not self.reads_cache(request):
-            return 0
+        cdef int32_t hits = self.match_cached(request) if self.reads_cache(request) else 0
+        self.forget_tail(request, hits)
+        if request.siblings is not None:
+            hits = self.match_sibling(request, hits)
+        return hits
+
+    cdef int32_t match_cached(self, Request request) except -1:
         # At least one token is left to compute, or there would be no logits (INV-16).
         cdef int32_t most = (request.num_tokens - 1) // self.block_size
         cdef int32_t hits = 0
@@ -62,30 +72,74 @@ cdef class KVManager:
             hits += 1
         return hits
 
+    cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1:
+        """Adds what a sibling has of the prompt to the hits; returns how many full blocks there are then.
+
+        A sibling shares what it has computed, published or not: the prompts are one and the same.
+        """
+        cdef Request source = request.siblings.source()
+        cdef int32_t shared = min(request.num_prompt_tokens, request.num_tokens - 1)
+        cdef int32_t full = shared // self.block_size
+        if source is None or shared <= num_hits * self.block_size:
+            return num_hits
+        if full > num_hits:
+            request.reserve_blocks(full)
+            memcpy(request.blocks, source.blocks, full * sizeof(int32_t))
+        if shared % self.block_size:
+            request.copy_source = source.blocks[full]
+        request.num_matched = shared
+        return full
+
+    cdef int forget_tail(self, Request request, int32_t num_hits) except -1:
+        """Leaves a request with the full blocks of its match."""
+        request.copy_source = NULL_BLOCK
+        request.num_matched = num_hits * self.block_size
+        return 0
+
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept:
         return (num_tokens + self.block_size - 1) // self.block_size
 
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept:
-        """Free blocks missing to `admit` a request with the hits just matched; <= 0 if it fits."""
+        """Free blocks missing to `admit` a request with what was just matched; <= 0 if it fits."""
         cdef int32_t free_hits = 0
         cdef int32_t i
         # Free blocks that are hits cannot serve as new ones too (INV-18).
         for i in range(num_hits):
             free_hits += self.pool.blocks[request.blocks[i]].num_refs == 0
+        if request.copy_source != NULL_BLOCK:
+            free_hits += self.pool.blocks[request.copy_source].num_refs == 0
         return <int64_t> self.blocks_for(num_tokens) - num_hits + free_hits - self.pool.num_free
 
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
-        """Takes the hits just matched and new blocks up to `num_tokens` positions; False changes nothing."""
+        """Takes what was just matched and new blocks up to `num_tokens` positions; False changes nothing."""
         cdef int32_t i
         if CHECKED:
             assert request.num_blocks == 0 and num_hits <= self.blocks_for(num_tokens), f"{request!r} is not new"
+            assert request.copy_source == NULL_BLOCK or num_hits < self.blocks_for(num_tokens), repr(request)
         if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
         for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
             self.pool.hit(request.blocks[i])
-        request.num_blocks = request.num_published = num_hits
+        if request.copy_source != NULL_BLOCK:
+            self.pool.hit(request.copy_source)
+        request.num_blocks = num_hits
+        # What a sibling computes now is not indexed yet; whoever settles its step first will offer it.
+        while (
+            request.num_published < num_hits
+            and self.pool.blocks[request.blocks[request.num_published]].flags & HASHED
+        ):
+            request.num_published += 1
         self.take_blocks(request, self.blocks_for(num_tokens))
+        if request.copy_source != NULL_BLOCK:
+            request.copy_target = request.blocks[num_hits]
         return True
+
+    cdef int end_copy(self, Request request) except -1:
+        """Lets go of the source of a request's copy, once the step is packed or the copy is off."""
+        if request.copy_target != NULL_BLOCK:
+            self.pool.release(request.copy_source)
+            request.copy_source = request.copy_target = NULL_BLOCK
+        return 0
 
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1:
         """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
@@ -120,7 +174,8 @@ cdef class KVManager:
         self.ensure_hashes(request, full)
         cdef int32_t i
         for i in range(request.num_published, full):
-            self.offer(request, i)
+            if not self.pool.blocks[request.blocks[i]].flags & HASHED:  # else its other owner was first
+                self.offer(request, i)
         request.num_published = full
         return 0
 
@@ -142,6 +197,7 @@ cdef class KVManager:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
         cdef int32_t i, twin
         cdef Block* block
+        self.end_copy(request)
         # Duplicates take their twins' places, if those were evicted meanwhile, and all below them come back.
         for i in range(request.num_published):
             block = &self.pool.blocks[request.blocks[i]]
@@ -196,14 +252,15 @@ cdef class KVManager:
         self.prefix_map.check()
         for request in owners:
             assert request.num_published <= request.num_blocks, repr(request)
+            assert request.copy_target == NULL_BLOCK, f"{request!r} still holds block {request.copy_source}"
             for i in range(request.num_blocks):
                 assert 0 < request.blocks[i] < self.pool.num_blocks, f"{request!r}: block {request.blocks[i]}"
                 counts[request.blocks[i]] = counts.get(request.blocks[i], 0) + 1
-                # A block that is not full and computed belongs to one request alone (INV-12, INV-25).
-                assert i < request.num_published or self.pool.blocks[request.blocks[i]].num_refs == 1, (
-                    f"{request!r} shares its unpublished block {i}"
-                )
-                assert i < request.num_published or not self.pool.blocks[request.blocks[i]].flags & HASHED, (
+                if i < request.num_published or (i + 1) * self.block_size <= request.num_computed_tokens:
+                    continue
+                # A block that may still be written belongs to one request alone (INV-12, INV-25).
+                assert self.pool.blocks[request.blocks[i]].num_refs == 1, f"{request!r} shares open block {i}"
+                assert not self.pool.blocks[request.blocks[i]].flags & HASHED, (
                     f"{request!r}: block {i} is indexed before it is computed"
                 )
         for i in range(1, self.pool.num_blocks):

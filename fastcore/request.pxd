@@ -13,6 +13,22 @@ cdef enum Status:
     FINISHED
 
 
+cdef class Request
+
+
+cdef class Siblings:
+    cdef readonly int32_t num_prompt_tokens
+    cdef object prompt          # int32 array
+    cdef bytes first_tail
+    cdef bytes later_tail
+    cdef list running           # members with blocks, in order of admission
+    cdef list aside             # members that wait until one that runs has computed the prompt
+
+    cdef int join(self, Request request, prompt) except -1
+    cdef Request source(self)
+    cdef bint is_computing(self)
+
+
 cdef class Request:
     # Fixed when made (intake).
     cdef readonly str request_id
@@ -26,6 +42,7 @@ cdef class Request:
     cdef readonly bint wants_prompt_logits
     cdef readonly object sampling
     cdef readonly object stream
+    cdef readonly Siblings siblings   # requests with the same prompt; None = none
     cdef int32_t* stop_ids            # eos ids, then the other stop ids
     cdef int32_t num_eos_ids
     cdef int32_t num_stop_ids         # both kinds
@@ -61,11 +78,14 @@ cdef class Request:
     cdef int32_t blocks_capacity
     cdef int32_t num_blocks
     cdef int32_t num_published
+    cdef readonly int32_t num_matched           # tokens found by the last match
+    cdef int32_t copy_source                    # block that begins like the next one, 0 = none; and where its
+    cdef int32_t copy_target                    # content goes in the step being made, 0 = not admitted
     cdef Hash* hashes                           # of full blocks, computed on demand, kept over preemption
     cdef int32_t hashes_capacity
     cdef int32_t num_hashes
 
-    cdef int set_prompt(self, prompt) except -1
+    cdef int set_prompt(self, prompt, Siblings siblings) except -1
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
     cdef int reserve_blocks(self, int32_t count) except -1

@@ -7,6 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 @final
+class Siblings:
+    """Requests with one prompt, such as the n choices of a call; made empty and given to each of them."""
+
+    num_prompt_tokens: int
+
+    def __init__(self) -> None: ...
+
+@final
 class Request:
     """One request from intake to its end.
 
@@ -19,9 +27,11 @@ class Request:
         skip_prefix_cache: do not read the prefix cache; full blocks are still offered to others.
         wants_prompt_logits: rows of its prompt carry PROMPT_LOGITS; implies not reading the cache.
         sampling, stream: kept for the runner and the engine, not looked at.
+        siblings: requests with the same prompt and keys, which is then computed once for all of them.
 
     Raises:
-        ValueError: an empty prompt, a negative token id or a negative limit.
+        ValueError: an empty prompt, a negative token id or a negative limit; siblings that differ, or want
+            prompt logits.
     """
 
     request_id: str
@@ -36,6 +46,7 @@ class Request:
     wants_prompt_logits: bool
     sampling: object
     stream: object
+    siblings: Siblings | None
     num_tokens: int
     """Tokens known on the host: prompt and output."""
     row: int
@@ -46,7 +57,7 @@ class Request:
     """Output tokens that the device has sampled or will sample in steps not updated yet."""
     num_preemptions: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache when it was admitted first."""
+    """Prompt tokens found in the prefix cache, or at a sibling, when it was admitted first."""
     finish_reason: Literal["stop", "length", "abort", "error"] | None
 
     def __init__(
@@ -67,6 +78,7 @@ class Request:
         wants_prompt_logits: bool = False,
         sampling: object = None,
         stream: object = None,
+        siblings: Siblings | None = None,
     ) -> None: ...
     @property
     def num_output_tokens(self) -> int:

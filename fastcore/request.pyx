@@ -6,6 +6,9 @@ no decision: the scheduler moves the counters, the KV manager fills the table. T
     tokens    | prompt ............ | output known here ... | in flight (on the device) |
               0            num_prompt_tokens          num_tokens          num_tokens + num_in_flight
     computed  | ------------------------------------------> num_computed_tokens
+
+`Siblings` ties requests with one prompt (the n choices of a call), so that it is computed once: one computes,
+the others wait aside, then take its full blocks by reference and a copy of the last, partly filled one.
 """
 import cython
 import numpy as np
@@ -19,12 +22,43 @@ cdef tuple STATUS_NAMES = ("new", "held", "waiting", "running", "preempted", "fi
 
 
 @cython.final
+cdef class Siblings:
+    def __cinit__(self):
+        self.running, self.aside = [], []
+
+    cdef int join(self, Request request, prompt) except -1:
+        if self.prompt is None:
+            self.prompt, self.num_prompt_tokens = prompt, request.num_prompt_tokens
+            self.first_tail, self.later_tail = request.first_tail, request.later_tail
+        elif (
+            request.first_tail != self.first_tail or request.later_tail != self.later_tail
+            or not np.array_equal(prompt, self.prompt)
+        ):
+            raise ValueError(f"request {request.request_id}: siblings must have equal prompts and keys")
+        if request.wants_prompt_logits:
+            raise ValueError(f"request {request.request_id}: prompt logits need the prompt computed by itself")
+        return 0
+
+    cdef Request source(self):
+        """A running member whose prompt is computed, or will be by the steps in flight; None if there is none."""
+        cdef Request member
+        for member in self.running:
+            if member.num_computed_tokens >= self.num_prompt_tokens:
+                return member
+        return None
+
+    cdef bint is_computing(self):
+        """Whether a member is computing the prompt and none has it yet."""
+        return bool(self.running) and self.source() is None
+
+
+@cython.final
 cdef class Request:
     def __cinit__(
         self, str request_id not None, prompt_token_ids, *, int32_t max_tokens, int32_t min_tokens=0,
         eos_token_ids=(), stop_token_ids=(), bint ignore_eos=False, int64_t priority=0, double arrival_s=0.0,
         bytes extra_keys not None=b"", bytes cache_salt not None=b"", bint skip_prefix_cache=False,
-        bint wants_prompt_logits=False, object sampling=None, object stream=None,
+        bint wants_prompt_logits=False, object sampling=None, object stream=None, Siblings siblings=None,
     ):
         if max_tokens < 0 or min_tokens < 0:
             raise ValueError(f"max_tokens={max_tokens} and min_tokens={min_tokens} must not be negative")
@@ -37,7 +71,7 @@ cdef class Request:
         self.later_tail = key_tail(extra_keys, b"")
         self.state, self.row, self.queue_at, self.stop_token = NEW, -1, -1, -1
         self.first_scheduled_s = -1.0
-        self.set_prompt(np.asarray(prompt_token_ids))
+        self.set_prompt(np.asarray(prompt_token_ids), siblings)
         self.set_stop_ids(tuple(eos_token_ids), tuple(stop_token_ids))
 
     def __dealloc__(self):
@@ -46,16 +80,20 @@ cdef class Request:
         PyMem_Free(self.hashes)
         PyMem_Free(self.stop_ids)
 
-    cdef int set_prompt(self, prompt) except -1:
+    cdef int set_prompt(self, prompt, Siblings siblings) except -1:
         if prompt.ndim != 1 or prompt.shape[0] == 0:
             raise ValueError(f"request {self.request_id}: the prompt must be a non-empty list of token ids")
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() > 0x7FFFFFFF:
             raise ValueError(f"request {self.request_id}: token ids must be integers from 0 to 2147483647")
-        cdef const int32_t[::1] ids = np.ascontiguousarray(prompt, dtype=np.int32)
+        array = np.ascontiguousarray(prompt, dtype=np.int32)
+        cdef const int32_t[::1] ids = array
         self.num_prompt_tokens = self.num_tokens = <int32_t> ids.shape[0]
         self.tokens_capacity = self.num_tokens + 1 + min(self.max_tokens, 64)
         self.tokens = <int32_t*> grown(NULL, self.tokens_capacity * sizeof(int32_t))
         memcpy(self.tokens, &ids[0], self.num_tokens * sizeof(int32_t))
+        if siblings is not None:
+            siblings.join(self, array)
+            self.siblings = siblings
         return 0
 
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1:

@@ -30,6 +30,7 @@ cdef class Scheduler:
     cdef RowPool rows
     cdef list running                 # in order of admission
     cdef list held
+    cdef list expecting               # Siblings of whom some were set aside
     cdef list deferred                # finished, but a step in flight may still write their blocks
     cdef list in_flight               # plans, oldest first
 
@@ -64,7 +65,11 @@ cdef class Scheduler:
     cdef bint schedule_running(self) except -1
     cdef int schedule_waiting(self) except -1
     cdef AdmitOutcome try_admit(self, Request request) except *
-    cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1
+    cdef AdmitOutcome try_matched(self, Request request, int32_t num_hits) except *
+    cdef int admit(self, Request request, int32_t num_new) except -1
+    cdef int set_aside(self, Request request) except -1
+    cdef int call_back(self) except -1
+    cdef int leave_aside(self, Request request) except -1
     cdef int32_t threshold_of_step(self) except -1
     cdef int32_t new_tokens(self, Request request) noexcept
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *

@@ -7,13 +7,16 @@ those in flight included. Running requests come first, then waiting ones, unless
 A request is in exactly one place: held, waiting (also after a preemption), running, or finished. A finished
 one that is still part of a step in flight keeps its blocks and row until that step was updated (`deferred`);
 rows of such a step that belong to it are skipped when the step is settled.
+
+Siblings have one prompt. While one of them computes it, the others are held (`set_aside`), whoever comes
+behind them goes first; they return to their places once it is computed or nobody computes it any more.
 """
 import time
 
 import cython
 
 from aioengine.fastcore.queues cimport before
-from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING
+from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
 
 
 cpdef int32_t clip_tokens(
@@ -81,6 +84,7 @@ cdef class Scheduler:
         self.by_priority = policy == "priority"
         self.rows = RowPool(max_num_seqs)
         self.running, self.held, self.deferred, self.in_flight = [], [], [], []
+        self.expecting = []
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.max_in_flight = max_model_len, max_in_flight
         self.max_num_scheduled_tokens = max_num_scheduled_tokens
@@ -142,7 +146,8 @@ cdef class Scheduler:
         """Moves a held request to its place in the queue, as if it had never been held (INV-34)."""
         if request.state == HELD:
             discard(self.held, request)
-            request.state = WAITING
+            self.leave_aside(request)
+            request.state = PREEMPTED if request.num_preemptions else WAITING
             self.waiting.push(request)
 
     def finish(self, Request request not None, str reason not None):
@@ -183,12 +188,17 @@ cdef class Scheduler:
         self.budget = self.max_num_scheduled_tokens
         self.num_victims = 0
         self.threshold = self.threshold_of_step() if self.long_prefill_threshold > 0 else 0
-        if self.schedule_running() and len(self.waiting) > 0:
+        if self.schedule_running() and (len(self.waiting) > 0 or self.expecting):
+            self.call_back()
             self.schedule_waiting()
         if not self.scheduled:
             return None
         self.last_step += 1
         cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.rows.take_left())
+        cdef Request request
+        if plan.num_copies:
+            for request in plan.joined:
+                self.kv.end_copy(request)
         self.in_flight.append(plan)
         return plan
 
@@ -286,6 +296,8 @@ cdef class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_sent_blocks = 0
         victim.num_preemptions += 1
+        if victim.siblings is not None:
+            discard(victim.siblings.running, victim)
         victim.state = PREEMPTED
         self.waiting.push(victim)
         return 0
@@ -304,6 +316,9 @@ cdef class Scheduler:
             # over when the steps in flight are, nobody has to overtake (INV-33, INV-34).
             if request is None or request.num_in_flight > 0:
                 break
+            if request.siblings is not None and request.siblings.is_computing():
+                self.set_aside(request)
+                continue
             outcome = self.try_admit(request)
             if outcome == TOO_MANY_PARTIAL and request.queued_long and not skip_long:
                 skip_long = True
@@ -313,20 +328,28 @@ cdef class Scheduler:
 
     cdef AdmitOutcome try_admit(self, Request request) except *:
         """Admits a request if rows, tokens, blocks and all gates allow it; else nothing changes."""
-        cdef int32_t num_hits, start, num_left, num_new, join_blocks
+        cdef int32_t num_hits
+        cdef AdmitOutcome outcome
         if len(self.running) >= self.max_active:
             return NO_ROOM
         if self.rows.num_free == 0:
             return NOT_NOW  # a row that was left is fenced by a step in flight
         num_hits = self.kv.match(request)
-        start = num_hits * self.kv.block_size
-        num_left = request.num_tokens - start
-        num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        outcome = self.try_matched(request, num_hits)
+        if outcome == NO_ROOM and request.copy_source:
+            self.kv.forget_tail(request, num_hits)  # the block to copy may be the very one that it needs
+            outcome = self.try_matched(request, num_hits)
+        return outcome
+
+    cdef AdmitOutcome try_matched(self, Request request, int32_t num_hits) except *:
+        cdef int32_t start = request.num_matched
+        cdef int32_t num_left = request.num_tokens - start
+        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        cdef int32_t join_blocks = self.kv.blocks_for(start + num_new)
         if num_new < num_left and not self.chunked_prefill:
             return NOT_NOW
         if self.admission.is_partial_blocked(num_left, num_new):
             return TOO_MANY_PARTIAL
-        join_blocks = self.kv.blocks_for(start + num_new)
         if join_blocks > self.join_blocks:
             return NOT_NOW
         if self.admission.num_lacking(request, num_hits, start + num_new) > 0:
@@ -334,14 +357,16 @@ cdef class Scheduler:
         if not self.kv.admit(request, num_hits, start + num_new):
             raise AssertionError(f"{request!r} passed the gates, but there are too few blocks")
         self.join_blocks -= join_blocks
-        self.admit(request, num_hits, num_new)
+        self.admit(request, num_new)
         self.admission.count(request, 1)
         return ADMITTED
 
-    cdef int admit(self, Request request, int32_t num_hits, int32_t num_new) except -1:
+    cdef int admit(self, Request request, int32_t num_new) except -1:
         self.waiting.remove(request)
         request.row = self.rows.take()
-        request.num_computed_tokens = num_hits * self.kv.block_size
+        request.num_computed_tokens = request.num_matched
+        if request.siblings is not None:
+            request.siblings.running.append(request)
         if request.state == WAITING:
             request.first_scheduled_s = self.clock()
             request.num_cached_tokens = request.num_computed_tokens
@@ -353,6 +378,32 @@ cdef class Scheduler:
         self.budget -= num_new
         self.running.append(request)
         self.scheduled.append(request)
+        return 0
+
+    cdef int set_aside(self, Request request) except -1:
+        """Holds a waiting request whose prompt a sibling computes; blocks nobody."""
+        cdef Siblings siblings = request.siblings
+        self.waiting.remove(request)
+        request.state = HELD
+        self.held.append(request)
+        if not siblings.aside:
+            self.expecting.append(siblings)
+        siblings.aside.append(request)
+        return 0
+
+    cdef int call_back(self) except -1:
+        """Requeues those set aside whose prompt is computed now, or is computed by nobody."""
+        cdef Siblings siblings
+        for siblings in self.expecting.copy():
+            if not siblings.is_computing():
+                for request in siblings.aside.copy():
+                    self.set_ready(request)
+        return 0
+
+    cdef int leave_aside(self, Request request) except -1:
+        cdef Siblings siblings = request.siblings
+        if siblings is not None and drop(siblings.aside, request) and not siblings.aside:
+            drop(self.expecting, siblings)
         return 0
 
     # ---- a step is over ----
@@ -414,6 +465,9 @@ cdef class Scheduler:
             self.waiting.remove(request)
         elif request.state == HELD:
             discard(self.held, request)
+        if request.siblings is not None:
+            drop(request.siblings.running, request)
+            self.leave_aside(request)
         request.state = FINISHED
         request.finish_reason = reason
         request.num_in_flight = 0
@@ -446,8 +500,8 @@ cdef class Scheduler:
     # ---- figures and checks ----
 
     def has_work(self):
-        """Whether anything runs, waits (not held) or is in flight."""
-        return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight)
+        """Whether anything runs, waits (not held by the caller) or is in flight."""
+        return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight) or bool(self.expecting)
 
     def reset_prefix_cache(self):
         """Forgets all cached prefixes; False, and nothing changes, while any request has blocks."""
@@ -499,6 +553,10 @@ cdef class Scheduler:
             assert request.state in (WAITING, PREEMPTED, HELD), repr(request)
             assert (request.state == HELD) == (request.queue_at == -1), repr(request)
             assert request.num_blocks == request.num_computed_tokens == 0 and request.row == -1, repr(request)
+        for siblings in self.expecting:
+            assert (<Siblings> siblings).aside, "siblings are expected of whom none was set aside"
+            for request in (<Siblings> siblings).aside:
+                assert request.state == HELD and request.siblings is siblings, repr(request)
         for request in self.deferred:
             assert request.state == FINISHED and request.last_step > self.last_updated, repr(request)
         assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or used twice: {sorted(rows)}"
@@ -528,9 +586,16 @@ cdef inline bint has_blocks(object request) noexcept:
 
 cdef int discard(list items, object item) except -1:
     """Removes an item by identity."""
+    if not drop(items, item):
+        raise AssertionError(f"{item!r} is not where its state says")
+    return 0
+
+
+cdef bint drop(list items, object item) except -1:
+    """Removes an item by identity, if it is there."""
     cdef Py_ssize_t i
     for i in range(len(items)):
         if items[i] is item:
             del items[i]
-            return 0
-    raise AssertionError(f"{item!r} is not where its state says")
+            return True
+    return False

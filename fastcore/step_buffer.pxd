@@ -16,6 +16,7 @@ cdef class StepPlan:
     cdef readonly int32_t num_rows
     cdef readonly int32_t num_tokens
     cdef readonly int32_t num_samples
+    cdef readonly int32_t num_copies
     cdef readonly list requests
     cdef readonly list sample_requests
     cdef readonly list joined

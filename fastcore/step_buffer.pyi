@@ -11,6 +11,7 @@ VERSION: Final[int]
 HEADER_WORDS: Final[int]
 ROW_WORDS: Final[int]
 BLOCK_WORDS: Final[int]
+COPY_WORDS: Final[int]
 FLAG_SAMPLE: Final[int]
 FLAG_PROMPT_LOGITS: Final[int]
 FLAG_JOINED: Final[int]
@@ -24,6 +25,8 @@ HEADER_OFF_TOKENS: Final[int]
 HEADER_OFF_BLOCKS: Final[int]
 HEADER_NUM_BLOCK_UPDATES: Final[int]
 HEADER_TOTAL_WORDS: Final[int]
+HEADER_OFF_COPIES: Final[int]
+HEADER_NUM_COPIES: Final[int]
 ROW_ROW: Final[int]
 ROW_QUERY_START: Final[int]
 ROW_NUM_NEW: Final[int]
@@ -41,6 +44,8 @@ class StepPlan:
     num_rows: int
     num_tokens: int
     num_samples: int
+    num_copies: int
+    """Blocks to copy before the forward pass."""
     requests: list[Request]
     """By row of the plan."""
     sample_requests: list[Request]

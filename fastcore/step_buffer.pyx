@@ -5,13 +5,18 @@ that a slot is never rewritten before its step was updated. The scheduler decide
 runner copies `StepPlan.buffer` to the device, and `kernels/step.py` unpacks it there.
 
     header  16 words   version, step_id, num_rows, num_tokens, num_samples, off_rows, off_tokens, off_blocks,
-                       num_block_updates, total_words, then zeros
+                       num_block_updates, total_words, off_copies, num_copies, then zeros
     rows    8 words each   row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
                            num_output_tokens with those in flight, 0
     tokens  one word each  the id; -1 = the last token sampled for this row, which only the device knows yet
     blocks  3 words each   row, logical index, block id
+    copies  2 words each   source block, target block
 
 Block tables are append-only: a row sends what is new, a joined row its whole table (INV-38, INV-39).
+
+The device makes all copies of a step, over all layers, before its forward pass. No block is both a source and
+a target in one step, so their order is free. The device runs steps in order: a source written by a step in
+flight is ready by then, and one that is freed afterwards gets other content by a later step only.
 """
 import cython
 import numpy as np
@@ -19,10 +24,11 @@ import numpy as np
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
-VERSION = 1
+VERSION = 2
 HEADER_WORDS = 16
 ROW_WORDS = 8
 BLOCK_WORDS = 3
+COPY_WORDS = 2
 FLAG_SAMPLE = 1
 FLAG_PROMPT_LOGITS = 2
 FLAG_JOINED = 4
@@ -30,16 +36,17 @@ FLAG_JOINED = 4
 # Indices of the header's words.
 HEADER_VERSION, HEADER_STEP_ID, HEADER_NUM_ROWS, HEADER_NUM_TOKENS, HEADER_NUM_SAMPLES = range(5)
 HEADER_OFF_ROWS, HEADER_OFF_TOKENS, HEADER_OFF_BLOCKS = range(5, 8)
-HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS = range(8, 10)
+HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS, HEADER_OFF_COPIES, HEADER_NUM_COPIES = range(8, 12)
 # Indices of a row's words.
 ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED = range(4)
 ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(4, 7)
 
 cdef enum:
-    C_VERSION = 1
+    C_VERSION = 2
     C_HEADER_WORDS = 16
     C_ROW_WORDS = 8
     C_BLOCK_WORDS = 3
+    C_COPY_WORDS = 2
     C_SAMPLE = 1
     C_PROMPT_LOGITS = 2
     C_JOINED = 4
@@ -86,7 +93,7 @@ cdef class StepBuffer:
         self.max_block_updates = self.max_join_blocks + max_tokens // block_size + max_rows
         per_slot = (
             C_HEADER_WORDS + <int64_t> C_ROW_WORDS * max_rows + max_tokens
-            + <int64_t> C_BLOCK_WORDS * self.max_block_updates
+            + <int64_t> C_BLOCK_WORDS * self.max_block_updates + <int64_t> C_COPY_WORDS * max_rows
         )
         self.ring = np.zeros((num_slots, per_slot), dtype=np.int32)
         self.words = self.ring
@@ -110,6 +117,7 @@ cdef class StepBuffer:
         cdef int32_t* row = header + C_HEADER_WORDS
         cdef int32_t* tokens = row + <Py_ssize_t> C_ROW_WORDS * num_rows
         cdef int32_t* blocks
+        cdef int32_t* copies
         cdef RowRecord* record = self.records + slot * self.max_rows
         cdef Request request
         cdef Py_ssize_t i
@@ -136,12 +144,15 @@ cdef class StepBuffer:
 
         plan.num_rows, plan.num_tokens = num_rows, num_tokens
         plan.num_samples = <int32_t> len(plan.sample_requests)
+        copies = blocks + <Py_ssize_t> C_BLOCK_WORDS * num_updates
+        plan.num_copies = pack_copies(copies, plan.joined)
         memset(header, 0, C_HEADER_WORDS * sizeof(int32_t))
         header[0], header[1] = C_VERSION, <int32_t> (step_id & 0x7FFFFFFF)
         header[2], header[3], header[4] = num_rows, num_tokens, plan.num_samples
         header[5], header[6] = C_HEADER_WORDS, <int32_t> (tokens - header)
         header[7], header[8] = <int32_t> (blocks - header), num_updates
-        header[9] = header[7] + C_BLOCK_WORDS * num_updates
+        header[10], header[11] = <int32_t> (copies - header), plan.num_copies
+        header[9] = header[10] + C_COPY_WORDS * plan.num_copies
         plan.buffer = self.ring[slot, :header[9]]
         return plan
 
@@ -191,3 +202,15 @@ cdef inline int32_t pack_blocks(int32_t* blocks, Request request) noexcept:
         blocks += C_BLOCK_WORDS
     request.num_sent_blocks = request.num_blocks
     return request.num_blocks - first
+
+
+cdef inline int32_t pack_copies(int32_t* copies, list joined) except -1:
+    """Only a row that joins begins with a copy."""
+    cdef Request request
+    cdef int32_t count = 0
+    for request in joined:
+        if request.copy_target != 0:
+            copies[0], copies[1] = request.copy_source, request.copy_target
+            copies += C_COPY_WORDS
+            count += 1
+    return count

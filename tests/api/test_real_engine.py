@@ -94,6 +94,25 @@ async def test_a_stream_says_what_a_whole_answer_says(
     assert len(set(expected.values())) == fields.get("n", 1)
 
 
+async def test_choices_that_share_a_prompt_say_what_separate_ones_say(client: httpx.AsyncClient) -> None:
+    prompt = "Once upon a time there was a cat who lived in a small house by the sea"
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 1.2, "seed": 11, "n": 4}
+    answer = await whole(client, COMPLETIONS, body)
+    texts = [choice["text"] for choice in answer["choices"]]
+    # Scores of the prompt make each choice compute it alone.
+    alone = await whole(client, COMPLETIONS, {**body, "echo": True, "logprobs": 1})
+    assert [choice["text"] for choice in alone["choices"]] == [prompt + text for text in texts]
+    assert len(set(texts)) == 4
+    assert await streamed(client, COMPLETIONS, body) == {
+        choice["index"]: (choice["text"], choice["finish_reason"]) for choice in answer["choices"]
+    }
+    num_prompt = len((await whole(client, "/tokenize", {"prompt": prompt}))["tokens"])
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == num_prompt  # once, however many choices
+    assert usage["total_tokens"] == num_prompt + usage["completion_tokens"]
+    assert 20 < usage["completion_tokens"] <= 80
+
+
 async def test_chat_equals_the_completion_of_its_rendered_prompt(client: httpx.AsyncClient) -> None:
     messages = [{"role": "user", "content": "Name three colors."}]
     body = {"messages": messages, "max_tokens": 32, "temperature": 0}

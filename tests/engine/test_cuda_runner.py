@@ -179,8 +179,11 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
         run_step(forward, planner, {second: 9, third: 1, first: 1}, drawn=third)
         run_step(forward, planner, dict.fromkeys((first, second, third), 1))
         run_step(forward, planner, {second: 1, first: 1})
+        copied = planner.sibling(second, 22)
+        run_step(forward, planner, {copied: 1, second: 1})
+        run_step(forward, planner, {second: 1, copied: 1})
     assert forward.num_graphs == 0
-    for request in (first, second, third):
+    for request in (first, second, third, copied):
         ids = torch.tensor([request.prompt + request.outputs])
         with torch.no_grad():
             logits = family.reference(ids).logits[0, len(request.prompt) - 1 : -1]
@@ -209,13 +212,13 @@ def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) ->
 
 
 async def generate(folder: str, prompts: list[list[int]], params: SamplingParams, **options: object) -> list[list[int]]:
-    """Tokens of all prompts, run together."""
+    """Tokens of all prompts, run together; choices one after the other."""
 
     async def one(engine: AsyncEngine, prompt: list[int]) -> list[int]:
-        found: list[int] = []
+        found: list[list[int]] = [[] for _ in range(params.n)]
         async for output in await engine.submit(prompt, params):
-            found += output.delta_token_ids
-        return found
+            found[output.index] += output.delta_token_ids
+        return [token_id for choice in found for token_id in choice]
 
     config = EngineConfig(
         model=folder,
@@ -255,6 +258,21 @@ async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(fa
     both = await generate(str(family.folder), prompts, params)
     alone = [(await generate(str(family.folder), [prompt], params))[0] for prompt in prompts]
     assert both == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_choices_on_the_gpu_continue_from_copied_blocks(family: Family, ahead: bool) -> None:
+    prompt = random_prompt(37, seed=37)
+    params = SamplingParams(temperature=0.0, n=4, max_tokens=12, ignore_eos=True)
+    both = await generate(str(family.folder), [prompt] * 4, params, async_scheduling=ahead)
+    with torch.no_grad():
+        for ids in both:
+            for at in range(0, 48, 12):
+                outputs = ids[at : at + 12]
+                logits = family.reference(torch.tensor([prompt + outputs])).logits[0, len(prompt) - 1 : -1]
+                chosen = logits.gather(1, torch.tensor(outputs)[:, None])[:, 0]
+                assert bool((logits.max(-1).values - chosen < 0.03).all())
 
 
 @pytest.mark.gpu

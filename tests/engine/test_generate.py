@@ -58,6 +58,24 @@ async def test_choices_differ_and_a_seed_repeats_them(make_engine: MakeEngine) -
         assert (await ask(engine, "story", other)).text != first[0].text
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+async def test_choices_share_their_prompt_and_nothing_else(make_engine: MakeEngine, caching: bool, ahead: bool) -> None:
+    prompt, params = "once upon a time, in a land of tiny models", dataclasses.replace(LETTERS, n=4)
+    apart = dataclasses.replace(params, prompt_logprobs=0)  # each computes all positions by itself
+    async with make_engine(enable_prefix_caching=caching, async_scheduling=ahead) as engine:
+        together = await read(await engine.submit(prompt, params))
+        assert together[-1].usage.prompt_tokens == len(prompt)
+        assert together[-1].usage.completion_tokens == 4 * 40
+        assert together[-1].usage.cached_tokens == 0  # computed for this very request
+        alone = await read(await engine.submit(prompt, apart))
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+        assert len({answer.text for answer in together}) == 4
+        half_way = await engine.submit(prompt, params)
+        await anext(half_way)
+        await half_way.abort()
+
+
 async def test_without_a_seed_answers_differ(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         params = dataclasses.replace(LETTERS, seed=None)

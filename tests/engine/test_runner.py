@@ -151,6 +151,23 @@ async def test_a_row_that_is_left_and_taken_again_starts_clean(
     assert await generate(runner, planner, again, 12) == resumed
 
 
+async def test_a_copied_block_continues_where_the_copy_ends(
+    runner: CpuRunner, planner: Planner, checkpoint: Family
+) -> None:
+    first = planner.request(random_prompt(10, seed=1))
+    await step(runner, planner, {first: 10})
+    ahead = planner.plan({first: 1})
+    launched = runner.launch(ahead)  # writes into the block that the next step copies
+    others = [planner.sibling(first, num_shared) for num_shared in (9, 6)]
+    plan = planner.plan({first: 1, others[0]: 1, others[1]: 1})
+    second = runner.launch(plan)
+    planner.update(ahead, (await launched).token_ids.tolist())
+    planner.update(plan, (await second).token_ids.tolist())
+    for request in (first, *others):
+        expected = reference_greedy(checkpoint[0], request.prompt, 8)
+        assert await generate(runner, planner, request, 8) == expected
+
+
 async def test_logprobs_are_those_of_the_raw_logits(runner: CpuRunner, planner: Planner, checkpoint: Family) -> None:
     plain = planner.request(random_prompt(6, seed=1))
     scored = planner.request(random_prompt(8, seed=2), SamplingParams(temperature=0.0, logprobs=3))

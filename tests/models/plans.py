@@ -64,12 +64,23 @@ class Planner:
         random.Random(seed).shuffle(self.free_blocks)
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.left_rows: list[int] = []
+        self.copies: list[tuple[int, int]] = []
         self.step_id = 0
 
     def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> FakeRequest:
         params = params or SamplingParams(temperature=0.0)
         plan = compile_sampling(params, None, self.vocab_size, (), 0, 0)
         return FakeRequest(list(prompt), plan, scores_prompt=params.prompt_logprobs is not None)
+
+    def sibling(self, request: FakeRequest, num_shared: int) -> FakeRequest:
+        """One that continues after the first tokens of another: full blocks shared, the next one copied."""
+        known = request.prompt + request.outputs
+        assert num_shared <= request.num_computed and num_shared % self.block_size
+        sibling = FakeRequest(known[: num_shared + 1], request.sampling, num_computed=num_shared)
+        full = num_shared // self.block_size
+        sibling.blocks = [*request.blocks[:full], self.free_blocks.pop()]
+        self.copies.append((request.blocks[full], sibling.blocks[full]))
+        return sibling
 
     def plan(self, chunks: Mapping[FakeRequest, int]) -> FakePlan:
         """A step in which each request computes this many of its tokens, in this order."""
@@ -110,6 +121,10 @@ class Planner:
         header[layout.OFF_TOKENS] = layout.HEADER_WORDS + layout.ROW_WORDS * len(rows)
         header[layout.OFF_BLOCKS] = header[layout.OFF_TOKENS] + len(tokens)
         words += [tokens, *updates]
+        header[layout.OFF_COPIES] = sum(map(len, words))
+        header[layout.NUM_COPIES] = len(self.copies)
+        words += self.copies
+        self.copies = []
         header[layout.TOTAL_WORDS] = sum(map(len, words))
         buffer = np.array([word for part in words for word in part], np.int32)
         left_rows, self.left_rows = self.left_rows, []

@@ -18,9 +18,9 @@ from aioengine.fastcore import step_buffer as layout
 from aioengine.fastcore.step_buffer import StepPlan
 
 
-def next_token(context: Sequence[int], vocab_size: int = 40) -> int:
-    """The "model": a token from 0 to vocab_size - 1 that depends on every token before it, in order."""
-    return zlib.crc32(np.asarray(context, dtype=np.int32).tobytes()) % vocab_size
+def next_token(context: Sequence[int], vocab_size: int = 40, seed: int = 0) -> int:
+    """The "model": a token from 0 to vocab_size - 1 that depends on the seed and every token before it, in order."""
+    return zlib.crc32(np.asarray(context, dtype=np.int32).tobytes(), seed) % vocab_size
 
 
 class FakeDevice:
@@ -32,6 +32,7 @@ class FakeDevice:
         self.tables: dict[int, list[int]] = {}
         self.last_sampled: dict[int, int] = {}
         self.launched: deque[StepPlan] = deque()
+        self.num_copies = 0
         self.computed: list[tuple[str, int]] = []
         """(request id, position) in the order of computation."""
 
@@ -51,10 +52,14 @@ class FakeDevice:
         ]  # fmt: skip
         assert header[layout.HEADER_TOTAL_WORDS] == len(words)
         off_rows, off_tokens, off_blocks = header[layout.HEADER_OFF_ROWS : layout.HEADER_OFF_BLOCKS + 1]
+        off_copies = header[layout.HEADER_OFF_COPIES]
         rows = words[off_rows:off_tokens].reshape(-1, layout.ROW_WORDS).tolist()
         tokens = words[off_tokens:off_blocks].tolist()
         assert len({row[layout.ROW_ROW] for row in rows}) == len(rows), "two requests share a row"
-        self.update_tables(rows, words[off_blocks:].reshape(-1, layout.BLOCK_WORDS).tolist())
+        self.update_tables(rows, words[off_blocks:off_copies].reshape(-1, layout.BLOCK_WORDS).tolist())
+        copies = words[off_copies:].reshape(-1, layout.COPY_WORDS).tolist()
+        assert len(copies) == header[layout.HEADER_NUM_COPIES] == plan.num_copies
+        self.copy_blocks(copies)
         samples = np.full(plan.num_samples, -1, dtype=np.int32)
         # Each row reads before the rows after it write: a hit on a block of the same step would show.
         order = list(enumerate(rows))
@@ -71,6 +76,17 @@ class FakeDevice:
             assert block_id > 0, "the null block was handed out"
             self.tables[row_id].append(block_id)
 
+    def copy_blocks(self, copies: list[list[int]]) -> None:
+        """One after the other; no order may make a difference."""
+        touched = [block_id for pair in copies for block_id in pair]
+        targets = [target for _, target in copies]
+        assert 0 not in touched and len(set(targets)) == len(targets), "a block is copied to twice"
+        assert not set(targets) & {source for source, _ in copies}, "a block is both source and target"
+        size = self.block_size
+        for source, target in copies:
+            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+        self.num_copies += len(copies)
+
     def run_row(
         self, plan: StepPlan, index: int, row: list[int], tokens: list[int], samples: npt.NDArray[np.int32]
     ) -> None:
@@ -86,7 +102,9 @@ class FakeDevice:
             self.computed.append((plan.requests[index].request_id, position))
         if flags & layout.FLAG_SAMPLE:
             context = [self.read(table, position) for position in range(num_computed + num_new)]
-            samples[sample_index] = self.last_sampled[row_id] = next_token(context)
+            sampling = plan.requests[index].sampling
+            seed = sampling if isinstance(sampling, int) else 0
+            samples[sample_index] = self.last_sampled[row_id] = next_token(context, seed=seed)
 
     def slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size

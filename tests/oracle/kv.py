@@ -123,6 +123,7 @@ class NaiveTable:
     reads_cache: bool = True
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
+    copy_source: int = 0
 
 
 class NaiveKV:
@@ -156,14 +157,18 @@ class NaiveKV:
                 hits.append(self.pool.block_of[self.key(table, i)])
         return hits
 
-    def admit(self, table: NaiveTable, hits: list[int], num_tokens: int) -> bool:
-        usable = [b for b in self.pool.free if b not in hits]
+    def admit(self, table: NaiveTable, hits: list[int], num_tokens: int, copy_source: int = 0) -> bool:
+        usable = [b for b in self.pool.free if b not in hits and b != copy_source]
         if self.blocks_for(num_tokens) - len(hits) > len(usable):
             return False
         for block_id in hits:
             self.pool.hit(block_id)
+        if copy_source:
+            self.pool.hit(copy_source)
+            table.copy_source = copy_source
         table.blocks = list(hits)
-        table.num_published = len(hits)
+        indexed = [block_id in self.pool.key_of for block_id in hits]
+        table.num_published = [*indexed, False].index(False)
         return self.extend(table, num_tokens)
 
     def extend(self, table: NaiveTable, num_tokens: int) -> bool:
@@ -172,6 +177,11 @@ class NaiveKV:
             return False
         table.blocks += [self.pool.take() for _ in range(missing)]
         return True
+
+    def end_copy(self, table: NaiveTable) -> None:
+        if table.copy_source:
+            self.pool.release(table.copy_source)
+            table.copy_source = 0
 
     def publish(self, table: NaiveTable, num_computed: int) -> None:
         while self.caching and table.num_published < num_computed // self.block_size:

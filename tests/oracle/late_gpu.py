@@ -181,7 +181,8 @@ class _LateForward:
             num_rows=num_rows,
             num_tokens=header[step_buffer.HEADER_NUM_ROWS + 1],
             num_samples=header[step_buffer.HEADER_NUM_SAMPLES],
-            requests=[SimpleNamespace(request_id="")] * num_rows,
+            num_copies=header[step_buffer.HEADER_NUM_COPIES],
+            requests=[SimpleNamespace(request_id="", sampling=None)] * num_rows,
         )
         self._gpu.model.launch(plan)  # type: ignore[arg-type]
         _, samples = self._gpu.model.finish()

@@ -30,6 +30,8 @@ class NaiveRequest:
     num_preemptions: int = 0
     num_cached: int = 0
     last_step: int = 0
+    siblings: list[NaiveRequest] = field(default_factory=list)
+    """All requests of its call, itself included; empty if it is the only one."""
     finish_reason: str | None = None
     stop_token_id: int | None = None
 
@@ -39,6 +41,11 @@ class NaiveRequest:
     @property
     def known(self) -> int:
         return len(self.table.tokens) + self.in_flight
+
+    @property
+    def shared(self) -> int:
+        """Tokens that a sibling can spare it; the last one known is always its own to compute."""
+        return min(self.num_prompt, len(self.table.tokens) - 1)
 
     def newest_token_ends_it(self, max_total: int) -> bool:
         outputs = self.table.tokens[self.num_prompt :]
@@ -86,6 +93,8 @@ class NaiveScheduler:
     running: list[NaiveRequest] = field(default_factory=list)
     waiting: list[NaiveRequest] = field(default_factory=list)
     held: list[NaiveRequest] = field(default_factory=list)
+    aside: list[NaiveRequest] = field(default_factory=list)
+    """Those of the held ones whose prompt a sibling computes."""
     deferred: list[NaiveRequest] = field(default_factory=list)
     in_flight: list[tuple[int, list[NaiveRow]]] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
@@ -109,8 +118,9 @@ class NaiveScheduler:
     def set_ready(self, request: NaiveRequest) -> None:
         if request.status == "held":
             self.held.remove(request)
+            self.aside = [r for r in self.aside if r is not request]
             self.waiting.append(request)
-            request.status = "waiting"
+            request.status = "preempted" if request.num_preemptions else "waiting"
 
     def rank(self, request: NaiveRequest) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival)
@@ -121,7 +131,7 @@ class NaiveScheduler:
     def finish(self, request: NaiveRequest, reason: str) -> None:
         if request.status == "finished":
             return
-        for place in (self.running, self.waiting, self.held):
+        for place in (self.running, self.waiting, self.held, self.aside):
             if request in place:
                 place.remove(request)
         if request.status == "running":
@@ -181,29 +191,47 @@ class NaiveScheduler:
                     break
             else:
                 given[request] = num_new
+        if may_admit:
+            for request in [r for r in self.aside if not self.is_computing(r)]:
+                self.set_ready(request)
         passed_over: list[NaiveRequest] = []
         while may_admit and sum(given.values()) < self.max_num_scheduled_tokens:
             candidates = [r for r in self.in_order() if r not in passed_over]
-            if not candidates or candidates[0].in_flight or len(self.running) >= self.max_num_active_seqs:
+            if not candidates or candidates[0].in_flight:
+                break
+            request = candidates[0]
+            if self.is_computing(request):
+                self.waiting.remove(request)
+                self.held.append(request)
+                self.aside.append(request)
+                request.status = "held"
+                continue
+            if len(self.running) >= self.max_num_active_seqs:
                 break
             if len(self.running) + len(self.fences) == self.max_num_seqs:
                 break
-            request = candidates[0]
-            hits = self.kv.match(request.table)
-            start = len(hits) * self.block_size
-            num_left = request.known - start
-            num_new = clip(num_left, start)
-            if num_new < num_left and not self.enable_chunked_prefill:
-                break
-            if num_new < num_left and self.too_many_partial(num_left, given):
-                # All long ones are passed over, once; a short one is never passed.
-                if passed_over or not self.is_long(request.known):
+            hits = self.match(request)
+            outcome = "no room"
+            for source, num_copied in self.tails(request, hits):
+                start = len(hits) * self.block_size + num_copied
+                num_left = request.known - start
+                num_new = clip(num_left, start)
+                needed = self.needed_to_admit(request, hits, start + num_new, given, source)
+                if num_new < num_left and not self.enable_chunked_prefill:
+                    outcome = "not now"
+                elif num_new < num_left and self.too_many_partial(num_left, given):
+                    outcome = "too many partial"
+                elif needed <= len(self.kv.pool.free):
+                    outcome = "admitted"
+                if outcome != "no room":
                     break
+            if outcome == "too many partial" and not passed_over and self.is_long(request.known):
+                # All long ones are passed over, once; a short one is never passed.
                 passed_over = [r for r in self.waiting if self.is_long(r.known)]
                 continue
-            if self.needed_to_admit(request, hits, start + num_new, given) > len(self.kv.pool.free):
+            if outcome != "admitted":
                 break
-            assert self.kv.admit(request.table, hits, start + num_new)
+            assert self.kv.admit(request.table, hits, start + num_new, source)
             self.waiting.remove(request)
             self.running.append(request)
             request.num_computed = start
@@ -232,7 +260,7 @@ class NaiveScheduler:
         return 0 < self.max_long_partial_prefills <= num_long and self.is_long(num_left)
 
     def needed_to_admit(
-        self, request: NaiveRequest, hits: list[int], num_tokens: int, given: dict[NaiveRequest, int]
+        self, request: NaiveRequest, hits: list[int], num_tokens: int, given: dict[NaiveRequest, int], source: int
     ) -> int:
         """Blocks that must be free: its own, those of hits that are free, and all that is kept from it."""
         keep = self.promised
@@ -242,8 +270,28 @@ class NaiveScheduler:
             num_tokens = max(num_tokens, request.known)
             for other in self.unfinished(given):
                 keep += max(0, self.kv.blocks_for(len(other.table.tokens)) - len(other.table.blocks))
-        free_hits = sum(block_id in self.kv.pool.free for block_id in hits)
+        free_hits = sum(block_id in self.kv.pool.free for block_id in [*hits, source])
         return keep + self.kv.blocks_for(num_tokens) - len(hits) + free_hits
+
+    def source(self, request: NaiveRequest) -> NaiveRequest | None:
+        """A running sibling that has the prompt."""
+        able = (r for r in self.running if r in request.siblings and r.num_computed >= r.num_prompt)
+        return next(able, None)
+
+    def is_computing(self, request: NaiveRequest) -> bool:
+        return any(r in request.siblings for r in self.running) and self.source(request) is None
+
+    def match(self, request: NaiveRequest) -> list[int]:
+        hits, source = self.kv.match(request.table), self.source(request)
+        shared = source.table.blocks[: request.shared // self.block_size] if source else []
+        return shared if len(shared) > len(hits) else hits
+
+    def tails(self, request: NaiveRequest, hits: list[int]) -> list[tuple[int, int]]:
+        """(block to copy, tokens it saves), best first; the last choice is none."""
+        source, rest = self.source(request), request.shared - len(hits) * self.block_size
+        if source and 0 < rest < self.block_size:
+            return [(source.table.blocks[len(hits)], rest), (0, 0)]
+        return [(0, 0)]
 
     def preempt(self, request: NaiveRequest) -> None:
         self.running.remove(request)
@@ -258,6 +306,8 @@ class NaiveScheduler:
             return None
         self.last_step += 1
         rows = []
+        for request in given:
+            self.kv.end_copy(request.table)
         for request, num_new in given.items():
             samples = request.num_computed + num_new == request.known and request.max_tokens > 0
             rows.append(NaiveRow(request, request.num_computed, num_new, samples, request.num_preemptions))

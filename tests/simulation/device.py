@@ -44,6 +44,8 @@ class _Launched:
     plan: StepPlan
     words: np.ndarray
     """What the buffer held at launch; it must hold it until the step has run."""
+    copies: list[tuple[int, int]]
+    """(source, target) blocks."""
     rows: list[_Row]
     done: asyncio.Future[StepResult]
 
@@ -66,11 +68,13 @@ class SimDevice:
         self._last_token: dict[int, int] = {}
         self._launched: deque[_Launched] = deque()
         self.is_failing = False
+        self.num_copies = 0
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """As `Runner.launch`."""
         done: asyncio.Future[StepResult] = self._loop.create_future()
-        self._launched.append(_Launched(plan, plan.buffer.copy(), self._read_buffer(plan), done))
+        copies = self._read_copies(plan)
+        self._launched.append(_Launched(plan, plan.buffer.copy(), copies, self._read_buffer(plan), done))
         seconds = self._rng.choice(self._step_seconds)
         if seconds == 0 and len(self._launched) == 1:
             self._run_oldest()
@@ -116,6 +120,17 @@ class SimDevice:
             for i, (request, record) in enumerate(zip(plan.requests, records, strict=True))
         ]
 
+    def _read_copies(self, plan: StepPlan) -> list[tuple[int, int]]:
+        words = plan.buffer.tolist()
+        at, count = words[layout.HEADER_OFF_COPIES], words[layout.HEADER_NUM_COPIES]
+        assert count == plan.num_copies and at + layout.COPY_WORDS * count == len(words)
+        pairs = words[at:]
+        copies = list(zip(pairs[::2], pairs[1::2], strict=True))
+        targets = {target for _, target in copies}
+        assert 0 not in pairs and len(targets) == count, "two copies go to one block"
+        assert not targets & {source for source, _ in copies}, "a block is source and target of copies"
+        return copies
+
     def _read_row(self, plan: StepPlan, i: int, request, record: list[int], tokens: list[int]) -> _Row:  # type: ignore[no-untyped-def]
         row, start, num_new, num_computed, flags, sample_index, num_output, _ = record
         truth: Truth = request.sampling
@@ -159,6 +174,9 @@ class SimDevice:
         plan = launched.plan
         samples = np.full(plan.num_samples, -1, np.int32)
         failures = {}
+        for source, target in launched.copies:
+            self._kv[target] = self._kv[source].copy()
+        self.num_copies += len(launched.copies)
         # Each row reads before the rows after it write: a hit on a block of the same step would show.
         for row in launched.rows if plan.step_id % 2 else reversed(launched.rows):
             value = self._run_row(row)

@@ -342,6 +342,7 @@ class _World:
         assert scheduler.reset_prefix_cache() and scheduler.kv.prefix_map.num_entries == 0
         counts["preempted"] = scheduler.num_preemptions_total
         counts["hit tokens"] = scheduler.prefix_hit_tokens
+        counts["copies"] = self.device.num_copies
 
 
 def _no_stats() -> EngineStats:

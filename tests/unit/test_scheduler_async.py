@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 
-from aioengine.fastcore.request import Request
+from aioengine.fastcore.request import Request, Siblings
 from aioengine.fastcore.scheduler import Scheduler
 from tests.oracle.device import FakeDevice, next_token
 
 EOS = 7
 
 
-def expected_output(prompt: list[int], max_tokens: int, min_tokens: int, max_total: int) -> list[int]:
+def expected_output(
+    prompt: list[int], max_tokens: int, min_tokens: int, max_total: int, seed: int = 0
+) -> list[int]:
     """What a request alone on a perfect machine generates."""
     tokens = list(prompt)
     output: list[int] = []
     while len(output) < max_tokens and len(tokens) < max_total:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed=seed))
         output.append(tokens[-1])
         if output[-1] == EOS and len(output) >= min_tokens:
             break
@@ -51,8 +53,17 @@ class World:
             str(len(self.expected)), prompt, max_tokens=max_tokens, eos_token_ids=[EOS], **options  # type: ignore[arg-type]
         )  # fmt: skip
         self.scheduler.add(request)
-        self.expected[request] = expected_output(prompt, max_tokens, min_tokens, self.scheduler.max_total)
+        seed = int(str(options.get("sampling", 0)))
+        self.expected[request] = expected_output(prompt, max_tokens, min_tokens, self.scheduler.max_total, seed)
         return request
+
+    def add_choices(self, count: int, prompt: list[int], max_tokens: int, **options: object) -> list[Request]:
+        """Requests with one prompt that sample differently."""
+        siblings = Siblings()
+        return [
+            self.add(prompt, max_tokens, siblings=siblings, sampling=seed, **options)
+            for seed in range(1, count + 1)
+        ]
 
     def step(self) -> None:
         """Launches as far ahead as allowed, then settles one step."""
@@ -170,8 +181,8 @@ def random_world(seed: int, delay: int) -> World:
             stem = rng.choice(stems)[: rng.randint(1, 12)]
             prompt = stem + [rng.randrange(40) for _ in range(rng.choice([0, 0, 1, 3]))]
             if len(prompt) + 1 < world.scheduler.max_total:
-                world.add(
-                    prompt, rng.choice([0, 1, 3, 10, 30]), min_tokens=rng.choice([0, 0, 5]),
+                world.add_choices(
+                    rng.choice([1, 1, 2, 5]), prompt, rng.choice([0, 1, 3, 10, 30]), min_tokens=rng.choice([0, 0, 5]),
                     priority=rng.randint(0, 2), cache_salt=rng.choice([b"", b"", b"tenant"]),
                     skip_prefix_cache=rng.random() < 0.1,
                 )  # fmt: skip
@@ -198,7 +209,9 @@ def test_random_load_gives_each_request_its_own_text(delay: int) -> None:
         totals += world.ended
         totals["preempted"] += world.scheduler.num_preemptions_total
         totals["hits"] += world.scheduler.prefix_hit_tokens
-    assert totals["stop"] > 10 and totals["length"] > 10 and totals["preempted"] > 10 and totals["hits"] > 10
+        totals["copies"] += world.device.num_copies
+    for what in ("stop", "length", "preempted", "hits", "copies"):
+        assert totals[what] > 10, f"the load no longer reaches {what}"
 
 
 @pytest.mark.parametrize("seed", range(8))

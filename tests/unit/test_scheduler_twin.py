@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from aioengine.fastcore.request import Request
+from aioengine.fastcore.request import Request, Siblings
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 from tests.oracle.kv import NaiveTable
@@ -73,14 +73,22 @@ class Pair:
 
     def add(
         self, length: int, stem: int, max_tokens: int, min_tokens: int, priority: int, reads_cache: bool,
-        ready: bool,
+        ready: bool, num_choices: int = 1,
+    ) -> None:  # fmt: skip
+        siblings, twins = (Siblings() if num_choices > 1 else None), list[NaiveRequest]()
+        for _ in range(num_choices):
+            self.add_one(length, stem, max_tokens, min_tokens, priority, reads_cache, ready, siblings, twins)
+
+    def add_one(
+        self, length: int, stem: int, max_tokens: int, min_tokens: int, priority: int, reads_cache: bool,
+        ready: bool, siblings: Siblings | None, twins: list[NaiveRequest],
     ) -> None:  # fmt: skip
         name = str(len(self.requests))
         # Prompts share prefixes and part at places that depend on the stem.
         ids = [2 + (stem > 0 and i >= 4 * stem - 3) for i in range(length)]
         request = Request(
             name, ids, max_tokens=max_tokens, min_tokens=min_tokens, priority=priority, eos_token_ids=[EOS],
-            stop_token_ids=[STOP], skip_prefix_cache=not reads_cache,
+            stop_token_ids=[STOP], skip_prefix_cache=not reads_cache, siblings=siblings,
         )  # fmt: skip
         table = NaiveTable(list(ids), reads_cache=reads_cache)
         twin = NaiveRequest(name, table, max_tokens, min_tokens, (EOS,), (STOP,), priority)
@@ -94,6 +102,9 @@ class Pair:
             assert not fits
             return
         assert fits
+        if siblings is not None:
+            twins.append(twin)
+            twin.siblings = twins
         self.twin.add(twin, ready)
         self.requests.append((request, twin))
         self.compare()
@@ -108,7 +119,8 @@ class Pair:
         if plan is None or rows is None:
             assert plan is rows is None
             # Nothing scheduled and nothing in flight must mean that nothing is there to run.
-            assert self.plans or self.twin.promised or not (self.twin.running or self.twin.waiting)
+            is_idle = not (self.twin.running or self.twin.waiting or self.twin.aside)
+            assert self.plans or self.twin.promised or is_idle
             return False
         assert [r.request_id for r in plan.requests] == [row.request.name for row in rows]
         got = [(plan.num_computed(i), plan.num_new(i)) for i in range(plan.num_rows)]
@@ -193,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 14), stem=st.integers(0, 3), max_tokens=st.sampled_from([12, 30, 5, 2, 1, 0]),
         min_tokens=st.sampled_from([0, 0, 2]), priority=st.integers(-1, 1), reads_cache=st.booleans(),
-        ready=st.sampled_from([True, True, True, False]),
+        ready=st.sampled_from([True, True, True, False]), num_choices=st.sampled_from([1, 1, 2, 4]),
     )  # fmt: skip
     def add(self, **options: object) -> None:
         self.pair.add(**options)  # type: ignore[arg-type]
@@ -260,6 +272,7 @@ def soak(seed: int, num_operations: int) -> Pair:
                 priority=rng.randint(-1, 1),
                 reads_cache=rng.random() < 0.8,
                 ready=rng.random() < 0.9,
+                num_choices=rng.choice([1, 1, 1, 2, 4]),
             )
         elif dice < 0.63:
             pair.schedule()

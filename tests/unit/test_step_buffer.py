@@ -39,8 +39,9 @@ def settle(scheduler: Scheduler, plan: StepPlan, token_id: int = 9) -> None:
 def sections(plan: StepPlan) -> tuple[list[list[int]], list[int], list[list[int]]]:
     words = plan.buffer
     off_rows, off_tokens, off_blocks = words[layout.HEADER_OFF_ROWS : layout.HEADER_OFF_BLOCKS + 1]
+    off_copies = words[layout.HEADER_OFF_COPIES]
     rows = words[off_rows:off_tokens].reshape(-1, layout.ROW_WORDS)
-    blocks = words[off_blocks:].reshape(-1, layout.BLOCK_WORDS)
+    blocks = words[off_blocks:off_copies].reshape(-1, layout.BLOCK_WORDS)
     return rows.tolist(), words[off_tokens:off_blocks].tolist(), blocks.tolist()
 
 
@@ -50,7 +51,7 @@ def test_layout_of_a_mixed_step() -> None:
     scheduler.add(Request("b", list(range(20, 30)), max_tokens=4, wants_prompt_logits=True))
     first = next_plan(scheduler)
     assert first.buffer.dtype == np.int32 and first.buffer.flags.c_contiguous
-    assert first.buffer[:16].tolist() == [1, 1, 2, 12, 1, 16, 32, 44, 4, 56, 0, 0, 0, 0, 0, 0]
+    assert first.buffer[:16].tolist() == [2, 1, 2, 12, 1, 16, 32, 44, 4, 56, 56, 0, 0, 0, 0, 0]
     rows, tokens, blocks = sections(first)
     assert rows == [[0, 0, 5, 0, 1 | 4, 0, 0, 0], [1, 5, 7, 0, 2 | 4, -1, 0, 0]]
     assert tokens == [10, 11, 12, 13, 14, *range(20, 27)]
