@@ -97,6 +97,9 @@ class SchedulerConfig:
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or smaller priority number first."
     )
+    priority_ageing_s: float = option(
+        0.0, "Seconds of waiting that make a request one priority level more important; 0 leaves priorities alone."
+    )
     enable_chunked_prefill: bool = option(True, "Split long prompts over several steps.")
     long_prefill_token_threshold: int = option(
         0,
@@ -225,6 +228,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_gpu_blocks_override": (2, 2**31 - 1),
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**16),
+    "priority_ageing_s": (0, 86400),
     "max_num_scheduled_tokens": (1, 2**20),
     "max_num_active_seqs": (1, 2**16),
     "long_prefill_token_threshold": (0, 2**31 - 1),
@@ -353,6 +357,11 @@ def resolve(
                 param="max_num_batched_tokens",
             )
         budget = max_model_len
+    if config.scheduler.priority_ageing_s > 0 and config.scheduler.scheduling_policy != "priority":
+        raise InvalidConfig(
+            f"priority_ageing_s={config.scheduler.priority_ageing_s} needs --scheduling-policy priority",
+            param="priority_ageing_s",
+        )
     scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
     return ResolvedConfig(

@@ -205,7 +205,7 @@ class LiveRequests:
             if reason is not None:
                 self._end_choice(choice, reason, now_s)
         gaps.book()
-        if self._scheduler.num_preemptions_total != self._num_preemptions:
+        if self._num_preempted_for_blocks() != self._num_preemptions:
             self._warn_of_preemptions(now_s)
 
     def abort_label(self, label: str) -> int:
@@ -260,7 +260,7 @@ class LiveRequests:
         """Says what to do about preemptions (checklist C20), at most every ten seconds."""
         if now_s - self._warned_s < PREEMPTION_WARNING_S:
             return
-        total = self._scheduler.num_preemptions_total
+        total = self._num_preempted_for_blocks()
         logger.warning(
             "the KV pool is full: %d requests were preempted and will be recomputed (%d in all); "
             "a larger --kv-cache-memory-bytes or a smaller --max-num-seqs avoids that",
@@ -268,6 +268,10 @@ class LiveRequests:
             total,
         )
         self._num_preemptions, self._warned_s = total, now_s
+
+    def _num_preempted_for_blocks(self) -> int:
+        # Making way for an urgent request is what its priority is for: nothing to warn of.
+        return self._scheduler.num_preemptions_total - self._scheduler.num_urgent_preemptions_total
 
     def _book_first_token(self, choice: LiveChoice, now_s: float) -> None:
         metrics, request = self._metrics, choice.request

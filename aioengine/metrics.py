@@ -71,6 +71,8 @@ class EngineStats:
     num_evicted_blocks: int
     """Cached blocks that had to make room."""
     num_preemptions: int
+    num_urgent_preemptions: int
+    """Those of them that made way for a more important request that waited."""
     num_steps: int
     prompt_tokens: int
     generation_tokens: int
@@ -130,7 +132,10 @@ class EngineMetrics:
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", hit)
         evicted = stats.num_evicted_blocks
         yield self._counter("prefix_cache_evicted_blocks", "Cached KV blocks that had to make room", evicted)
-        yield self._counter("num_preemptions", "Requests preempted for lack of KV blocks", stats.num_preemptions)
+        yield self._counter("num_preemptions", "Requests preempted, to be recomputed", stats.num_preemptions)
+        yield self._counter(
+            "num_urgent_preemptions", "Those preempted for a more important request", stats.num_urgent_preemptions
+        )
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
         polled_s = stats.completion_poll_s
         yield self._counter("completion_poll_seconds", "Time the loop was kept awake to ask the device", polled_s)

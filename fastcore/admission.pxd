@@ -6,7 +6,7 @@ from aioengine.fastcore.request cimport Request
 
 
 cdef class Admission:
-    cdef KVManager kv
+    cdef readonly KVManager kv
     # Limits; 0 = off.
     cdef readonly bint full_sequence_must_fit
     cdef readonly int32_t watermark_blocks
@@ -25,7 +25,7 @@ cdef class Admission:
     cdef int64_t num_reserved             # blocks that they still need
 
     cdef int survey(self, list running) except -1
-    cdef int count(self, Request request, int32_t sign) noexcept
+    cdef int count(self, Request request) noexcept
     cdef int64_t reserved_for(self, Request request) noexcept
     cdef bint is_partial_blocked(self, int32_t num_left, int32_t num_new) noexcept
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept

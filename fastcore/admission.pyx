@@ -64,23 +64,25 @@ cdef class Admission:
         self.num_reserved = 0
         if self.needs_survey:
             for request in running:
-                self.count(<Request> request, 1)
+                self.count(<Request> request)
         return 0
 
-    cdef int count(self, Request request, int32_t sign) noexcept:
-        """Adds a running request to the survey, or takes it out."""
+    cdef int count(self, Request request) noexcept:
+        """Adds a running request to the survey."""
         cdef int32_t left = request.num_tokens - request.num_computed_tokens
         self.any_running = True
         if left > request.step_tokens:
-            self.num_partial += sign
+            self.num_partial += 1
             if left > self.long_tokens:
-                self.num_long += sign
-            self.num_reserved += sign * self.reserved_for(request)
+                self.num_long += 1
+            self.num_reserved += self.reserved_for(request)
         return 0
 
     cdef int64_t reserved_for(self, Request request) noexcept:
-        """Blocks that a running request needs for the tokens known and does not have."""
-        if not self.full_sequence_must_fit:
+        """Blocks that a running request will need for the tokens known and does not have."""
+        if not self.full_sequence_must_fit or (
+            request.num_tokens - request.num_computed_tokens <= request.step_tokens
+        ):
             return 0
         return max(0, self.kv.blocks_for(request.num_tokens) - request.num_blocks)
 

@@ -21,6 +21,7 @@ cdef class KVManager:
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
+    cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
     cdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1

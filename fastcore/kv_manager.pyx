@@ -110,6 +110,18 @@ cdef class KVManager:
             free_hits += self.pool.blocks[request.copy_source].num_refs == 0
         return <int64_t> self.blocks_for(num_tokens) - num_hits + free_hits - self.pool.num_free
 
+    cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept:
+        """Blocks that `other`, with the hits just matched, could take as new ones if `owner` gave all back."""
+        cdef int64_t count = 0
+        cdef int32_t i
+        for i in range(owner.num_blocks):
+            # A hit that both have stands at the same index of both tables: it is of the same prefix.
+            if self.pool.blocks[owner.blocks[i]].num_refs == 1 and (
+                i >= num_hits or owner.blocks[i] != other.blocks[i]
+            ):
+                count += 1
+        return count
+
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
         """Takes what was just matched and new blocks up to `num_tokens` positions; False changes nothing."""
         cdef int32_t i

@@ -45,6 +45,7 @@ cdef class Scheduler:
     cdef int32_t long_prefill_threshold
     cdef bint adaptive_threshold
     cdef bint by_priority
+    cdef double ageing_s
     cdef bint chunked_prefill
     cdef object clock
 
@@ -54,6 +55,7 @@ cdef class Scheduler:
     cdef int32_t threshold
     cdef int32_t join_blocks              # table entries that joining rows may still send
     cdef int32_t num_victims
+    cdef bint is_surveyed                 # by `admission`
 
     cdef readonly int64_t last_step
     cdef int64_t last_updated
@@ -61,9 +63,13 @@ cdef class Scheduler:
     cdef readonly int64_t prefix_queries_tokens
     cdef readonly int64_t prefix_hit_tokens
     cdef readonly int64_t num_preemptions_total
+    cdef readonly int64_t num_urgent_preemptions_total
 
     cdef bint schedule_running(self) except -1
     cdef int schedule_waiting(self) except -1
+    cdef double rank_of(self, Request request) except *
+    cdef int survey(self) except -1
+    cdef bint make_way(self, Request request) except -1
     cdef AdmitOutcome try_admit(self, Request request) except *
     cdef AdmitOutcome try_matched(self, Request request, int32_t num_hits) except *
     cdef int admit(self, Request request, int32_t num_new) except -1
@@ -73,7 +79,6 @@ cdef class Scheduler:
     cdef int32_t threshold_of_step(self) except -1
     cdef int32_t new_tokens(self, Request request) noexcept
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
-    cdef Py_ssize_t choose_victim(self) except -1
     cdef int preempt(self, Request victim) except -1
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
     cdef int end(self, Request request, object reason) except -1

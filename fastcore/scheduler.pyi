@@ -35,8 +35,9 @@ class Scheduler:
         full_sequence_must_fit: admit a request only if all its tokens known fit, beside what running prompts
             still need.
         watermark: share of the blocks that must stay free when a request is admitted while others run.
+        priority_ageing_s: seconds of waiting that make a request one level more important; 0 = never.
         max_in_flight: most steps (1 to 4) that may be launched and not yet updated.
-        clock: gives `Request.scheduled_s`.
+        clock: seconds, for ageing and `Request.scheduled_s`.
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
         eviction_policy: which cached block goes first: the one unused longest, or the least worth.
         context_cost: under the policy cost, what a token of context adds to the cost of computing a token.
@@ -62,6 +63,8 @@ class Scheduler:
     prefix_hit_tokens: int
     """How many of those were found."""
     num_preemptions_total: int
+    num_urgent_preemptions_total: int
+    """Those of them that made way for a more important request that waited."""
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Scheduler:
         max_long_partial_prefills: int = 0,
         full_sequence_must_fit: bool = False,
         watermark: float = 0.0,
+        priority_ageing_s: float = 0.0,
         max_in_flight: int = 1,
         clock: Callable[[], float] = ...,
         root_seed: bytes | None = None,

@@ -15,7 +15,7 @@ import time
 
 import cython
 
-from aioengine.fastcore.queues cimport before
+from aioengine.fastcore.preemption cimport least_important, victims_for
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
 
 
@@ -46,7 +46,7 @@ cdef class Scheduler:
         bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0,
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
-        int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
+        double priority_ageing_s=0.0, int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
     ):
         max_num_scheduled_tokens = max_num_scheduled_tokens or max_num_batched_tokens
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1 or long_prefill_token_threshold < 0:
@@ -62,6 +62,11 @@ cdef class Scheduler:
             )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy={policy!r} must be fcfs or priority")
+        if not 0 <= priority_ageing_s < 1e9 or (priority_ageing_s > 0 and policy != "priority"):
+            raise ValueError(
+                f"priority_ageing_s={priority_ageing_s} must lie between 0 and 1e9, and be 0 without the "
+                "priority policy"
+            )
         if not 1 <= max_in_flight <= 4:
             raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
         if not enable_chunked_prefill and (
@@ -82,6 +87,7 @@ cdef class Scheduler:
         limits_partial = max_num_partial_prefills > 0 or max_long_partial_prefills > 0
         self.waiting = WaitQueue(long_prefill_token_threshold if limits_partial else 0)
         self.by_priority = policy == "priority"
+        self.ageing_s = priority_ageing_s
         self.rows = RowPool(max_num_seqs)
         self.running, self.held, self.deferred, self.in_flight = [], [], [], []
         self.expecting = []
@@ -135,12 +141,25 @@ cdef class Scheduler:
             )
         self.num_arrivals += 1
         request.arrival = self.num_arrivals
-        request.rank = <double> request.priority if self.by_priority else 0.0
+        request.rank = self.rank_of(request)
         request.state = WAITING if ready else HELD
         if ready:
             self.waiting.push(request)
         else:
             self.held.append(request)
+
+    cdef double rank_of(self, Request request) except *:
+        """The place of a new request in the order of importance; smaller goes first, ties by arrival (C24).
+
+        With ageing, a request gains one level of priority for every `ageing_s` seconds that it waits. Everybody
+        waits equally fast, so the order of two requests never changes: the levels turned into seconds and the
+        time of arrival are enough, and nothing has to be sorted again as time passes.
+        """
+        if not self.by_priority:
+            return 0.0
+        if self.ageing_s > 0:
+            return request.priority * self.ageing_s + <double> self.clock()
+        return <double> request.priority
 
     def set_ready(self, Request request not None):
         """Moves a held request to its place in the queue, as if it had never been held (INV-34)."""
@@ -191,6 +210,8 @@ cdef class Scheduler:
         if self.schedule_running() and (len(self.waiting) > 0 or self.expecting):
             self.call_back()
             self.schedule_waiting()
+        if self.num_victims:
+            self.scheduled = [request for request in self.scheduled if is_scheduled(request)]
         if not self.scheduled:
             return None
         self.last_step += 1
@@ -237,8 +258,6 @@ cdef class Scheduler:
             self.budget -= num_new
             self.scheduled.append(request)
             at += 1
-        if self.num_victims:
-            self.scheduled = [request for request in self.scheduled if is_scheduled(request)]
         return self.num_victims == 0 and not waits
 
     cdef int32_t new_tokens(self, Request request) noexcept:
@@ -262,7 +281,7 @@ cdef class Scheduler:
             if self.deferred:
                 # Blocks of finished requests are on their way: waiting a step beats recomputing a victim.
                 return ROOM_LATER
-            victim_at = self.choose_victim()
+            victim_at = least_important(self.running, self.by_priority)
             victim = <Request> self.running.pop(victim_at)
             self.preempt(victim)
             if victim is request:
@@ -270,16 +289,6 @@ cdef class Scheduler:
             if victim_at < at[0]:
                 at[0] -= 1
         return ROOM_FOUND
-
-    cdef Py_ssize_t choose_victim(self) except -1:
-        """FCFS: the one admitted last. Priority: the largest (priority, arrival) (C16)."""
-        cdef Py_ssize_t worst = len(self.running) - 1
-        cdef Py_ssize_t i
-        if self.by_priority:
-            for i in range(worst):
-                if before(<Request> self.running[worst], <Request> self.running[i]):
-                    worst = i
-        return worst
 
     cdef int preempt(self, Request victim) except -1:
         """Takes blocks and row from a running request and queues it again (C17, C18, INV-31, INV-32).
@@ -303,13 +312,20 @@ cdef class Scheduler:
         return 0
 
     cdef int schedule_waiting(self) except -1:
-        """Admits waiting requests in order until one cannot start (C22); only long prompts are passed over."""
+        """Admits waiting requests in order until one cannot start (C22); only long prompts are passed over.
+
+        A step that preempted anyone for blocks does not come here (INV-30). If the first in the queue finds no
+        row or too few blocks, less important requests may make way for it (C25). What they give back would be
+        up for grabs, which INV-30 forbids: so such a step admits that one request and nobody before or after
+        it. If its row is still fenced by a step in flight, it comes in a later one; it stays first until then.
+        """
         cdef bint skip_long = False
+        cdef bint is_first = True
         cdef Request request
         cdef AdmitOutcome outcome
         self.join_blocks = self.step_buffer.max_join_blocks
-        self.admission.survey(self.running)
-        while self.budget > 0:
+        self.is_surveyed = False
+        while True:
             request = self.waiting.peek(skip_long)
             # A preempted request whose samples are in flight waits for them. Those behind it wait too, or they
             # would take the row and the blocks it gave back and be preempted for it in turn; as the wait is
@@ -322,8 +338,52 @@ cdef class Scheduler:
             outcome = self.try_admit(request)
             if outcome == TOO_MANY_PARTIAL and request.queued_long and not skip_long:
                 skip_long = True
+            elif outcome == NO_ROOM and is_first and self.by_priority and self.make_way(request):
+                self.try_admit(request)
+                break
             elif outcome != ADMITTED:
                 break
+            is_first = False
+        return 0
+
+    cdef bint make_way(self, Request request) except -1:
+        """Preempts less important running requests for a waiting one; False, and nothing changes, if in vain."""
+        cdef int32_t num_hits, start, num_left, num_new
+        if self.deferred:
+            return False  # blocks and rows of finished requests are on their way
+        self.survey()
+        num_hits = self.kv.match(request)
+        self.kv.forget_tail(request, num_hits)  # only whole blocks are counted here
+        start = request.num_matched
+        num_left = request.num_tokens - start
+        # What else could keep it out must not do so once the victims are gone: it has the tokens left now, and
+        # perhaps some of theirs.
+        num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        if num_new < num_left and not self.chunked_prefill:
+            return False
+        if self.admission.is_partial_blocked(num_left, num_new):
+            return False
+        num_new = clip_tokens(
+            num_left, self.threshold, self.max_num_scheduled_tokens, start, self.max_model_len
+        )
+        cdef list victims = victims_for(
+            request, num_hits, self.running, self.admission, len(self.running) - self.max_active + 1,
+            self.admission.num_lacking(request, num_hits, start + num_new),
+        )
+        if not victims:
+            return False
+        for victim in victims:
+            discard(self.running, victim)
+            self.preempt(<Request> victim)
+        self.num_urgent_preemptions_total += len(victims)
+        self.is_surveyed = False
+        return True
+
+    cdef int survey(self) except -1:
+        """Looks at the running requests as they are now, once per step unless some were preempted."""
+        if not self.is_surveyed:
+            self.admission.survey(self.running)
+            self.is_surveyed = True
         return 0
 
     cdef AdmitOutcome try_admit(self, Request request) except *:
@@ -332,8 +392,9 @@ cdef class Scheduler:
         cdef AdmitOutcome outcome
         if len(self.running) >= self.max_active:
             return NO_ROOM
-        if self.rows.num_free == 0:
+        if self.budget == 0 or self.rows.num_free == 0:
             return NOT_NOW  # a row that was left is fenced by a step in flight
+        self.survey()
         num_hits = self.kv.match(request)
         outcome = self.try_matched(request, num_hits)
         if outcome == NO_ROOM and request.copy_source:
@@ -358,7 +419,7 @@ cdef class Scheduler:
             raise AssertionError(f"{request!r} passed the gates, but there are too few blocks")
         self.join_blocks -= join_blocks
         self.admit(request, num_new)
-        self.admission.count(request, 1)
+        self.admission.count(request)
         return ADMITTED
 
     cdef int admit(self, Request request, int32_t num_new) except -1:

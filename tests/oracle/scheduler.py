@@ -6,6 +6,7 @@ modelled: which row a request gets is free, `check_invariants` sees that rows ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.oracle.kv import NaiveKV, NaiveTable
@@ -23,6 +24,7 @@ class NaiveRequest:
     stop: tuple[int, ...] = ()
     priority: int = 0
     arrival: int = 0
+    arrived_s: float = 0.0
     num_prompt: int = 0
     status: str = "new"
     num_computed: int = 0
@@ -88,7 +90,9 @@ class NaiveScheduler:
     max_long_partial_prefills: int = 0
     full_sequence_must_fit: bool = False
     watermark: float = 0.0
+    priority_ageing_s: float = 0.0
     promised: int = 0
+    now_s: float = 0.0
     max_in_flight: int = 1
     running: list[NaiveRequest] = field(default_factory=list)
     waiting: list[NaiveRequest] = field(default_factory=list)
@@ -113,6 +117,7 @@ class NaiveScheduler:
     def add(self, request: NaiveRequest, ready: bool = True) -> None:
         self.arrivals += 1
         request.arrival, request.status = self.arrivals, "waiting" if ready else "held"
+        request.arrived_s = self.now_s
         (self.waiting if ready else self.held).append(request)
 
     def set_ready(self, request: NaiveRequest) -> None:
@@ -122,8 +127,13 @@ class NaiveScheduler:
             self.waiting.append(request)
             request.status = "preempted" if request.num_preemptions else "waiting"
 
-    def rank(self, request: NaiveRequest) -> tuple[int, int]:
-        return (request.priority if self.policy == "priority" else 0, request.arrival)
+    def rank(self, request: NaiveRequest) -> tuple[float, int]:
+        if self.policy == "fcfs":
+            return (0, request.arrival)
+        if self.priority_ageing_s == 0:
+            return (request.priority, request.arrival)
+        levels_gained = (self.now_s - request.arrived_s) / self.priority_ageing_s
+        return (round(request.priority - levels_gained, 6), request.arrival)
 
     def in_order(self) -> list[NaiveRequest]:
         return sorted(self.waiting, key=self.rank)
@@ -194,55 +204,101 @@ class NaiveScheduler:
         if may_admit:
             for request in [r for r in self.aside if not self.is_computing(r)]:
                 self.set_ready(request)
+            self.admit_waiting(given, clip)
+        return self.pack(given)
+
+    def admit_waiting(self, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> None:
         passed_over: list[NaiveRequest] = []
-        while may_admit and sum(given.values()) < self.max_num_scheduled_tokens:
-            candidates = [r for r in self.in_order() if r not in passed_over]
-            if not candidates or candidates[0].in_flight:
-                break
+        is_first = True
+        while candidates := [r for r in self.in_order() if r not in passed_over]:
             request = candidates[0]
+            if request.in_flight:
+                return
             if self.is_computing(request):
                 self.waiting.remove(request)
                 self.held.append(request)
                 self.aside.append(request)
                 request.status = "held"
                 continue
-            if len(self.running) >= self.max_num_active_seqs:
-                break
-            if len(self.running) + len(self.fences) == self.max_num_seqs:
-                break
-            hits = self.match(request)
-            outcome = "no room"
-            for source, num_copied in self.tails(request, hits):
-                start = len(hits) * self.block_size + num_copied
-                num_left = request.known - start
-                num_new = clip(num_left, start)
-                needed = self.needed_to_admit(request, hits, start + num_new, given, source)
-                if num_new < num_left and not self.enable_chunked_prefill:
-                    outcome = "not now"
-                elif num_new < num_left and self.too_many_partial(num_left, given):
-                    outcome = "too many partial"
-                elif needed <= len(self.kv.pool.free):
-                    outcome = "admitted"
-                if outcome != "no room":
-                    break
-            if outcome == "too many partial" and not passed_over and self.is_long(request.known):
+            why_not = self.try_admit(request, given, clip)
+            if why_not == "partial" and not passed_over and self.is_long(request.known):
                 # All long ones are passed over, once; a short one is never passed.
                 passed_over = [r for r in self.waiting if self.is_long(r.known)]
-                continue
-            if outcome != "admitted":
+            elif why_not == "room" and is_first and self.make_way(request, given, clip):
+                self.try_admit(request, given, clip)
+                return
+            elif why_not:
+                return
+            is_first = False
+
+    def try_admit(self, request: NaiveRequest, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> str:
+        """Why it cannot be admitted, or nothing."""
+        if len(self.running) >= self.max_num_active_seqs:
+            return "room"
+        no_row = len(self.running) + len(self.fences) == self.max_num_seqs
+        if no_row or sum(given.values()) == self.max_num_scheduled_tokens:
+            return "later"
+        hits = self.match(request)
+        for source, num_copied in self.tails(request, hits):
+            start = len(hits) * self.block_size + num_copied
+            num_left = request.known - start
+            num_new = clip(num_left, start)
+            if num_new < num_left and not self.enable_chunked_prefill:
+                return "later"
+            if num_new < num_left and self.too_many_partial(num_left, given):
+                return "partial"
+            if self.needed_to_admit(request, hits, start + num_new, given, source) <= len(self.kv.pool.free):
                 break
-            assert self.kv.admit(request.table, hits, start + num_new, source)
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.num_computed = start
-            if request.status == "waiting":
-                request.num_cached = start
-                if self.enable_prefix_caching and request.table.reads_cache:
-                    self.query_tokens += request.known
-                    self.hit_tokens += start
-            request.status = "running"
-            given[request] = num_new
-        return self.pack(given)
+        else:
+            return "room"
+        assert self.kv.admit(request.table, hits, start + num_new, source)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.num_computed = start
+        if request.status == "waiting":
+            request.num_cached = start
+            if self.enable_prefix_caching and request.table.reads_cache:
+                self.query_tokens += request.known
+                self.hit_tokens += start
+        request.status = "running"
+        given[request] = num_new
+        return ""
+
+    def make_way(self, request: NaiveRequest, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> bool:
+        """Preempts the fewest less important requests that would be enough, or nobody."""
+        hits = self.match(request)
+        start = len(hits) * self.block_size
+        num_left = request.known - start
+        num_new = clip(num_left, start)
+        is_cut = num_new < num_left
+        if self.deferred or self.policy == "fcfs":
+            return False
+        if is_cut and (not self.enable_chunked_prefill or self.too_many_partial(num_left, given)):
+            return False
+        most = min(num_left, self.threshold() or num_left, self.max_num_scheduled_tokens, self.max_model_len - start)
+        missing = self.needed_to_admit(request, hits, start + most, given, 0) - len(self.kv.pool.free)
+        missing_rows = len(self.running) - self.max_num_active_seqs + 1
+        victims: list[NaiveRequest] = []
+        for other in sorted(self.running, key=self.rank, reverse=True):
+            if missing <= 0 and missing_rows <= 0:
+                break
+            if other.priority > request.priority and self.rank(other) > self.rank(request):
+                victims.append(other)
+                missing_rows -= 1
+                missing -= sum(self.kv.pool.num_refs[b] == 1 and b not in hits for b in other.table.blocks)
+                missing -= self.still_needed(other, given)
+        if missing > 0 or missing_rows > 0:
+            return False
+        for victim in victims:
+            given.pop(victim, None)
+            self.preempt(victim)
+        return True
+
+    def still_needed(self, running: NaiveRequest, given: dict[NaiveRequest, int]) -> int:
+        """Blocks that a running request needs later for tokens that are known now, if they are kept for it."""
+        if not self.full_sequence_must_fit or running not in self.unfinished(given):
+            return 0
+        return max(0, self.kv.blocks_for(len(running.table.tokens)) - len(running.table.blocks))
 
     def is_long(self, num_tokens: int) -> bool:
         return num_tokens > self.long_prefill_token_threshold
@@ -268,8 +324,7 @@ class NaiveScheduler:
             keep += int(self.watermark * self.num_blocks)
         if self.full_sequence_must_fit:
             num_tokens = max(num_tokens, request.known)
-            for other in self.unfinished(given):
-                keep += max(0, self.kv.blocks_for(len(other.table.tokens)) - len(other.table.blocks))
+            keep += sum(self.still_needed(other, given) for other in self.running)
         free_hits = sum(block_id in self.kv.pool.free for block_id in [*hits, source])
         return keep + self.kv.blocks_for(num_tokens) - len(hits) + free_hits
 

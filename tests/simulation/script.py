@@ -45,6 +45,7 @@ OPTIONS: Mapping[str, Option] = {
         [0, 0, 1, 7], lambda o: o["enable_chunked_prefill"] and o["max_num_batched_tokens"] > 7
     ),
     "full_sequence_must_fit": Option([False, False, True]),
+    "priority_ageing_s": Option([0.0, 0.0, 3.0, 50.0], lambda o: o["policy"] == "priority"),
     "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
 }
 

@@ -77,6 +77,7 @@ class _Watched:
     def __init__(self, scheduler: Scheduler, options: Options) -> None:
         self._scheduler = scheduler
         self._by_priority = options["policy"] == "priority"
+        self._ageing_s = options["priority_ageing_s"]
         limits_long = options["max_num_partial_prefills"] or options["max_long_partial_prefills"]
         self._passable = options["long_prefill_token_threshold"] if limits_long else 0
 
@@ -86,7 +87,7 @@ class _Watched:
     def schedule(self) -> StepPlan | None:
         """Makes a step."""
         scheduler = self._scheduler
-        num_before = scheduler.num_preemptions_total
+        num_before, num_urgent = scheduler.num_preemptions_total, scheduler.num_urgent_preemptions_total
         num_running = scheduler.num_running
         alone = num_running + scheduler.num_waiting == 1
         plan = scheduler.schedule()
@@ -97,8 +98,10 @@ class _Watched:
             return None
         assert plan.num_tokens <= scheduler.max_num_scheduled_tokens, f"{plan}: INV-27"
         assert scheduler.num_running <= scheduler.max_num_active_seqs, f"{plan}: INV-27"
-        if scheduler.num_preemptions_total > num_before:
-            assert not plan.joined, f"{plan} preempted and admitted (INV-30)"
+        num_victims = scheduler.num_preemptions_total - num_before
+        if num_victims and plan.joined:
+            assert scheduler.num_urgent_preemptions_total - num_urgent == num_victims, f"{plan}: INV-30"
+            assert len(plan.joined) == 1, f"{plan} admitted others than the one it preempted for (INV-30)"
         if plan.joined:
             self._check_order(plan)
         if alone:
@@ -113,9 +116,15 @@ class _Watched:
         waiting = [r for r in self._scheduler.waiting_requests() if not self._may_be_passed(r)]
         if not waiting:
             return
-        ranks = [(r.priority if self._by_priority else 0, r.sampling.arrival) for r in (waiting[0], *plan.joined)]
+        ranks = [self._rank(request) for request in (waiting[0], *plan.joined)]
         assert ranks[0] > max(ranks[1:]), f"{plan.joined} passed {waiting[0]} (INV-34)"
 
+    def _rank(self, request: Request) -> tuple[float, int]:
+        if not self._by_priority:
+            return (0, request.sampling.arrival)
+        if self._ageing_s == 0:
+            return (request.priority, request.sampling.arrival)
+        return (request.priority * self._ageing_s + request.arrival_s, request.sampling.arrival)
 
     def _may_be_passed(self, request: Request) -> bool:
         """Whether it is a long prompt where only so many of those may be unfinished at once."""
@@ -341,6 +350,7 @@ class _World:
         scheduler.check_invariants()
         assert scheduler.reset_prefix_cache() and scheduler.kv.prefix_map.num_entries == 0
         counts["preempted"] = scheduler.num_preemptions_total
+        counts["made way"] = scheduler.num_urgent_preemptions_total
         counts["hit tokens"] = scheduler.prefix_hit_tokens
         counts["copies"] = self.device.num_copies
 

@@ -60,6 +60,7 @@ WHOLE = {"enable_chunked_prefill": False}
             "max_long_partial_prefills",
             "above max_num_partial_prefills=2",
         ),
+        ({"priority_ageing_s": 5.0}, "priority_ageing_s", "needs --scheduling-policy priority"),
         ({"watermark": 1.0}, "watermark", "must lie between 0 and 0.99"),
         ({"watermark": float("nan")}, "watermark", "must lie between 0 and 0.99"),
     ],
