@@ -24,6 +24,9 @@ from aioengine.errors import InvalidConfig
 MIB = 1 << 20
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+CaptureTime = Literal["never", "first use", "idle", "start"]
+CAPTURE_TIMES: tuple[CaptureTime, ...] = ("never", "first use", "idle", "start")
+"""By optimization level: when CUDA graphs are captured."""
 
 
 def option(default: Any, help: str, *, metavar: str | None = None) -> Any:
@@ -134,7 +137,13 @@ class RuntimeConfig:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Device that runs the model.")
     num_threads: int | None = option(None, "Threads of a CPU device; by default all cores this process may use.")
     optimization_level: Literal[0, 1, 2, 3] = option(
-        2, "0 runs every step eagerly; 1 and above replay CUDA graphs where the device has them."
+        2,
+        "0 runs every step eagerly; 1 captures CUDA graphs at first use, 2 likely ones at start and the rest in idle "
+        "time, 3 all at start.",
+    )
+    enforce_eager: bool = option(False, "Run every step eagerly, whatever the optimization level.")
+    cudagraph_capture_sizes: str | None = option(
+        None, "Comma-separated numbers of tokens that steps are padded to and captured for; by default a dense list."
     )
     completion_poll_us: int = option(
         300, "On a GPU, ask for a step's end in every turn of the loop while it is due within this time; 0 only sleeps."
@@ -295,6 +304,8 @@ class ResolvedConfig:
     dtype: Dtype
     kv_cache_dtype: Dtype
     max_model_len: int
+    is_max_model_len_given: bool
+    """Whether it was asked for, so that it must not be lowered."""
     block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -303,6 +314,9 @@ class ResolvedConfig:
     long_prefill_token_threshold: int
     async_scheduling: bool
     optimization_level: int
+    graph_capture: CaptureTime
+    graph_sizes: tuple[int, ...] | None
+    """Tokens that steps are padded to, ascending; None leaves the choice to the device."""
     completion_poll_us: int
 
 
@@ -364,12 +378,14 @@ def resolve(
         )
     scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
+    level, graph_capture, graph_sizes = _graphs(config.runtime)
     return ResolvedConfig(
         device=device,
         num_threads=config.runtime.num_threads or num_cores,
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         max_model_len=max_model_len,
+        is_max_model_len_given=config.model.max_model_len is not None,
         block_size=config.cache.block_size,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -377,7 +393,9 @@ def resolve(
         max_num_active_seqs=active_seqs,
         long_prefill_token_threshold=_long_prefill_threshold(config.scheduler, max_model_len),
         async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
-        optimization_level=config.runtime.optimization_level,
+        optimization_level=level,
+        graph_capture=graph_capture,
+        graph_sizes=graph_sizes,
         completion_poll_us=config.runtime.completion_poll_us,
     )
 
@@ -435,3 +453,26 @@ def _long_prefill_threshold(scheduler: SchedulerConfig, max_model_len: int) -> i
         if given and threshold == 0:
             raise InvalidConfig(f"{name} needs long_prefill_token_threshold: it says what a long prompt is", param=name)
     return threshold
+
+
+def _graphs(runtime: RuntimeConfig) -> tuple[int, CaptureTime, tuple[int, ...] | None]:
+    """The level in force, when graphs are captured and for which sizes; explicit flags win over the level."""
+    level = 0 if runtime.enforce_eager else runtime.optimization_level
+    given = runtime.cudagraph_capture_sizes
+    if given is None:
+        return level, CAPTURE_TIMES[level], None
+    if runtime.enforce_eager:
+        raise InvalidConfig(
+            "cudagraph_capture_sizes and enforce_eager contradict each other: an eager engine captures nothing",
+            param="cudagraph_capture_sizes",
+        )
+    try:
+        sizes = tuple(sorted({int(size) for size in given.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise InvalidConfig(
+            f"cudagraph_capture_sizes={given!r} must be numbers of tokens, separated by commas",
+            param="cudagraph_capture_sizes",
+        )
+    return level, CAPTURE_TIMES[max(level, 1)], sizes

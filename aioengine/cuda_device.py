@@ -14,10 +14,10 @@ import torch
 
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.cuda_runner import CudaRunner
-from aioengine.device import EagerForward, ForwardPass, MemoryReport, kv_bytes_per_token
+from aioengine.device import EagerForward, ForwardPass, MemoryReport, kv_bytes_per_token, limit_context
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native, step_buffer
-from aioengine.graphs import StepForward
+from aioengine.graphs import StepForward, token_buckets
 from aioengine.kernels.jit import unavailable_reason
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.model_spec import ModelSpec
@@ -117,20 +117,13 @@ def make_cuda_runner(
             kv_caches,
             block_size=resolved.block_size,
             max_num_seqs=resolved.max_num_seqs,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
             max_blocks=max_blocks,
             buffer_words=ring.shape[1],
-            optimization_level=resolved.optimization_level,
+            buckets=_buckets(resolved),
         )
         num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, forward, resolved, cache, device)
         per_token = kv_bytes_per_token(spec, device.dtype.itemsize)
-        if (num_blocks - 1) * resolved.block_size < resolved.max_model_len:
-            raise InvalidConfig(
-                f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds "
-                f"{(num_blocks - 1) * resolved.block_size} tokens of {per_token} bytes; lower --max-model-len "
-                "or raise --gpu-memory-utilization",
-                param="max_model_len",
-            )
+        resolved = limit_context(resolved, (num_blocks - 1) * resolved.block_size)
         kv_caches[:] = device.allocate_kv_cache(spec, num_blocks, resolved.block_size)
     memory = MemoryReport(
         weights_bytes=weights_bytes,
@@ -154,9 +147,20 @@ def make_cuda_runner(
         max_in_flight=max_in_flight,
         max_chunk=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         poll_us=resolved.completion_poll_us,
+        capture=resolved.graph_capture,
     )
     runner.warm_up()
     return runner
+
+
+def _buckets(resolved: ResolvedConfig) -> tuple[int, ...]:
+    """Sizes that steps are padded to; none at -O0."""
+    if resolved.graph_capture == "never":
+        return ()
+    largest = max(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    if resolved.graph_sizes is not None:
+        return (*(size for size in resolved.graph_sizes if size < largest), largest)
+    return token_buckets(resolved.max_num_seqs, resolved.max_num_batched_tokens)
 
 
 def _num_blocks(

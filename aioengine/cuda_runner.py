@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from aioengine.completion import CompletionWatch
+from aioengine.config import CaptureTime
 from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.graphs import Bucket, StepFacts, StepForward, StepOutput
@@ -82,6 +82,7 @@ class CudaRunner:
         max_in_flight: steps launched and not yet resolved at most.
         max_chunk: most prompt tokens of one request in a step.
         poll_us: how long a step that is due is asked for, see `CompletionWatch`.
+        capture: when graphs are captured that no step has needed yet.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class CudaRunner:
         max_in_flight: int,
         max_chunk: int,
         poll_us: int = 0,
+        capture: CaptureTime = "first use",
     ) -> None:
         self.memory = memory
         self._model: Model | None = model
@@ -104,6 +106,8 @@ class CudaRunner:
         self._device = device
         self._max_num_seqs = max_num_seqs
         self._max_chunk = max_chunk
+        self._capture = capture
+        self._to_capture: deque[Bucket] = deque()
         self._compute = stream
         self._side = torch.cuda.Stream(stream.device)
         with torch.cuda.stream(stream):
@@ -131,19 +135,35 @@ class CudaRunner:
         )
 
     def warm_up(self) -> None:
-        """Captures the largest step and all decodes, largest first, so that the others fit into its memory."""
+        """Plans long chunks, and captures what the level wants captured at start."""
         assert self._forward is not None
-        buckets = self._forward.buckets
-        if not buckets:
-            return
-        decodes = buckets[: bisect_left(buckets, self._max_num_seqs) + 1]
+        forward = self._forward
+        at_start: list[Bucket] = []
+        if self._capture == "start":
+            at_start = forward.all_buckets()
+        elif self._capture == "idle":
+            at_start = forward.all_buckets()[:1] + forward.decode_buckets()
+        if self._capture != "first use":
+            self._to_capture = deque(b for b in forward.all_buckets() if b not in at_start)
         with torch.no_grad(), torch.cuda.stream(self._compute):
-            self._forward.prepare(Bucket(buckets[-1], few_queries=False, chooses=False))
-            for size in reversed(decodes):
-                self._forward.prepare(Bucket(size, few_queries=True, chooses=True))
-            self._forward.warm_long_chunks(self._max_chunk)
-            self._forward.warm_copies()
+            for bucket in at_start:
+                forward.prepare(bucket)
+            forward.warm_long_chunks(self._max_chunk)
             self._compute.synchronize()
+
+    def use_idle_time(self) -> bool:
+        """Captures one graph that is still missing; False if there was none. Called while no step is in flight."""
+        forward = self._forward
+        while self._to_capture and forward is not None and self._failure is None and not self._pending:
+            bucket = self._to_capture.popleft()
+            if not forward.is_prepared(bucket):
+                try:
+                    with torch.no_grad(), torch.cuda.stream(self._compute):
+                        forward.prepare(bucket)
+                except Exception as error:
+                    self._fail(error)
+                return True
+        return False
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()

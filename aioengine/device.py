@@ -11,6 +11,8 @@ inside its own runner.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from aioengine.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from aioengine.models import Model
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_POOL_BYTES = 512 << 20
 POOL_SHARE = 0.4
@@ -179,6 +183,31 @@ def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig
             param="kv_cache_memory_bytes",
         )
     return int(num_blocks)
+
+
+def limit_context(resolved: ResolvedConfig, num_tokens: int) -> ResolvedConfig:
+    """The configuration with `max_model_len` lowered to what a KV pool of `num_tokens` holds, unless it was asked for.
+
+    Raises:
+        InvalidConfig: it was asked for and does not fit.
+    """
+    if num_tokens >= resolved.max_model_len:
+        return resolved
+    remedy = "--kv-cache-memory-bytes" if resolved.device == "cpu" else "--gpu-memory-utilization"
+    if resolved.is_max_model_len_given:
+        raise InvalidConfig(
+            f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; "
+            f"lower --max-model-len or raise {remedy}",
+            param="max_model_len",
+        )
+    logger.warning(
+        "the KV pool holds %d tokens, so max_model_len is %d instead of the model's %d; %s makes the pool larger",
+        num_tokens,
+        num_tokens,
+        resolved.max_model_len,
+        remedy,
+    )
+    return dataclasses.replace(resolved, max_model_len=num_tokens)
 
 
 def processor_name() -> str:

@@ -162,6 +162,7 @@ class AsyncEngine:
             self._live.settle,
             observe_step_s=self._metrics.step_time.observe,
             max_in_flight=max_in_flight,
+            use_idle_time=parts.runner.use_idle_time,
         )
         self._lag = LagMonitor(self._metrics, self._scheduler.has_work)
         self.model = ModelInfo(

@@ -5,9 +5,9 @@ table, draws and last tokens, the chosen tokens) and one captured graph per `Buc
 runs its step eagerly, which compiles and warms what it needs, and is captured right after; capture executes
 nothing. Steps with a chunk long enough for cuDNN, and all steps at -O0, run eagerly at their own size.
 
-All graphs share one memory pool: they run one after another on one stream, and nothing in the pool is read
-after the next replay has begun. Without CUDA (Triton's interpreter) everything runs eagerly, padded the same.
-Called by `cuda_runner.py` on one stream, in launch order.
+All buckets share their inputs, and all graphs one memory pool: they run one after another on one stream, and nothing
+of a step is read after the next has begun. Without CUDA (Triton's interpreter) everything runs eagerly, padded the
+same. Called by `cuda_runner.py` on one stream, in launch order.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from aioengine.models import Model
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MIDDLE_STEP, LARGE_STEP, LARGE_FROM = 256, 512, 2048
-"""Larger buckets are this far apart, so that padding stays below a fifth of a step."""
+LARGER_STEPS = ((1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
+"""Larger buckets are so far apart up to so many tokens: padding stays below an eighth of a step."""
 
 LONG_CHUNK = SIZES[0]
 """Chunks of so many queries go to cuDNN where it serves the layer."""
@@ -50,8 +50,9 @@ def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, 
     """Sizes that steps are padded to: dense for few tokens, up to the most that a step may have."""
     largest = max(max_num_seqs, max_num_batched_tokens)
     sizes = [size for size in SMALL_BUCKETS if size < largest]
-    sizes += range(SMALL_BUCKETS[-1] + MIDDLE_STEP, min(LARGE_FROM, largest), MIDDLE_STEP)
-    sizes += range(LARGE_FROM, largest, LARGE_STEP)
+    if largest > SMALL_BUCKETS[-1]:
+        for end, step in LARGER_STEPS:
+            sizes += range(sizes[-1] + step, min(end + 1, largest), step)
     return (*sizes, largest)
 
 
@@ -163,7 +164,7 @@ class StepForward:
 
     Args:
         buffer_words: most words of a step buffer.
-        optimization_level: 0 runs every step eagerly at its own size.
+        buckets: sizes that steps are padded to, ascending, as `token_buckets`; none runs every step eagerly.
     """
 
     def __init__(
@@ -175,10 +176,9 @@ class StepForward:
         *,
         block_size: int,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_blocks: int,
         buffer_words: int,
-        optimization_level: int,
+        buckets: tuple[int, ...],
     ) -> None:
         self._model = model
         self._spec = spec
@@ -188,8 +188,8 @@ class StepForward:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._device = ops.device
-        self.buckets = token_buckets(max_num_seqs, max_num_batched_tokens) if optimization_level > 0 else ()
-        self._uses_graphs = optimization_level > 0 and self._device.type == "cuda"
+        self.buckets = buckets
+        self._uses_graphs = bool(buckets) and self._device.type == "cuda"
         self._entries: dict[Bucket, _Entry] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
         group = spec.num_heads // spec.num_kv_heads
@@ -210,7 +210,8 @@ class StepForward:
         self.temperature = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
         """By persistent row, 0 is greedy; the runner copies it and the seeds here as requests join."""
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
-        largest = self.buckets[-1] if self.buckets else 0
+        largest = buckets[-1] if buckets else 0
+        self._inputs = StepInputs.empty(largest, max_num_seqs, max_num_seqs, max_blocks, self._device)
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
         self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
 
@@ -225,12 +226,7 @@ class StepForward:
         is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
         if not self.buckets or is_long:
             return self._run_at_size(facts)
-        few_queries = facts.max_query_len <= self._few_queries
-        bucket = Bucket(
-            self.buckets[bisect_left(self.buckets, facts.num_tokens)],
-            few_queries,
-            is_plain and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
-        )
+        bucket = self.bucket_of(facts, is_plain)
         entry = self._entries.get(bucket)
         if entry is None:
             entry = self._enter(bucket)
@@ -241,12 +237,37 @@ class StepForward:
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
         return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.chooses)
 
+    def bucket_of(self, facts: StepFacts, is_plain: bool) -> Bucket:
+        """The smallest bucket that serves a step."""
+        few_queries = facts.max_query_len <= self._few_queries
+        return Bucket(
+            self.buckets[bisect_left(self.buckets, facts.num_tokens)],
+            few_queries,
+            is_plain and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
+        )
+
     def choose(
         self, hidden_rows: torch.Tensor, rows: torch.Tensor, num_outputs: torch.Tensor, ctx: StepContext
     ) -> None:
         """Choice from hidden rows [N, H] of persistent rows [N], kept in `packed` and `last_token`."""
         logits = self._model.logits(hidden_rows, ctx)
         choose(logits, rows, num_outputs, self.temperature, self.seeds, self.packed, self.last_token)
+
+    def decode_buckets(self) -> list[Bucket]:
+        """What steps of plain decodes need, largest first."""
+        return [Bucket(size, few_queries=True, chooses=True) for size in self._decode_sizes()]
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every bucket that steps may come to need, the largest and then the likeliest first."""
+        mixed = [Bucket(size, few_queries=False, chooses=False) for size in reversed(self.buckets)]
+        edited = [Bucket(size, few_queries=True, chooses=False) for size in self._decode_sizes()]
+        return [*mixed[:1], *self.decode_buckets(), *mixed[1:], *edited]
+
+    def _decode_sizes(self) -> list[int]:
+        return list(reversed(self.buckets[: bisect_left(self.buckets, self._max_num_seqs) + 1]))
+
+    def is_prepared(self, bucket: Bucket) -> bool:
+        return bucket in self._entries
 
     def prepare(self, bucket: Bucket) -> None:
         """Captures a bucket ahead of its first step, by running a step of padding; leaves no trace."""
@@ -295,7 +316,7 @@ class StepForward:
     def _enter(self, bucket: Bucket) -> _Entry:
         """Makes a bucket, runs the step in `buffer` eagerly, then captures the same calls."""
         rows = min(bucket.num_tokens, self._max_num_seqs)
-        inputs = StepInputs.empty(bucket.num_tokens, rows, rows, self.block_table.shape[1], self._device)
+        inputs = self._inputs.first(bucket.num_tokens, rows, rows)
         plans = {
             window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
             for window in self._windows

@@ -31,6 +31,8 @@ MAX_HOLD_S = 0.001
 """So long the loop goes on with a device that is always ready before other tasks get their turn."""
 MAX_HELD_STEPS = 16
 """And so many steps at most."""
+IDLE_PAUSE_S = 0.05
+"""How long nothing must have happened before a piece of idle work, and between two of them."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class StepLoop:
         settle: called on the loop with each completed step, in launch order.
         observe_step_s: called with each step's time from launch to settlement, seconds.
         max_in_flight: steps launched and not yet settled at most (1: synchronous, 2: one step ahead).
+        use_idle_time: does a piece of work that can wait, returns whether there may be more; called now and then
+            while there is nothing else to do.
         clock: seconds that only go forward; of another kind in tests.
     """
 
@@ -60,6 +64,7 @@ class StepLoop:
         *,
         observe_step_s: Callable[[float], None] = lambda _: None,
         max_in_flight: int = 1,
+        use_idle_time: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -67,6 +72,8 @@ class StepLoop:
         self._settle = settle
         self._observe_step_s = observe_step_s
         self._max_in_flight = max_in_flight
+        self._use_idle_time = use_idle_time
+        self._may_have_idle_work = True
         self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._bell = asyncio.Event()
@@ -104,10 +111,21 @@ class StepLoop:
             elif not self._in_flight:
                 if self._stopping:
                     return
-                await self._bell.wait()  # nothing to do: submit(), abort() and stop() ring
+                await self._rest()
                 self.last_progress_s = self._clock()
                 continue
             await self._settle_oldest()
+
+    async def _rest(self) -> None:
+        """Nothing to do until submit(), abort() or stop() ring, but what can wait for such a time."""
+        while self._may_have_idle_work:
+            try:
+                async with asyncio.timeout(IDLE_PAUSE_S):
+                    await self._bell.wait()
+                return
+            except TimeoutError:
+                self._may_have_idle_work = self._use_idle_time()
+        await self._bell.wait()
 
     def _launch(self, plan: StepPlan) -> None:
         done = self._runner.launch(plan)

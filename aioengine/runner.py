@@ -88,6 +88,9 @@ class Runner(Protocol):
         with `EngineClosed` if the runner was closed first. The plan's buffer must stay as it is until then.
         """
 
+    def use_idle_time(self) -> bool:
+        """Does a piece of work that no request waits for; False if there is none. While no step is in flight."""
+
     async def close(self) -> None:
         """Ends the step that runs, fails those not begun, and gives memory and threads back. Idempotent."""
 
@@ -166,6 +169,9 @@ class CpuRunner:
         launched = _Launched(plan.buffer, list(plan.left_rows), joins, prompt_targets(plan), done)
         self._worker.queue.put(launched)
         return done
+
+    def use_idle_time(self) -> bool:
+        return False
 
     def warm_up(self) -> None:
         """Runs one token against the null block, so that the first request does not pay for first uses.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +26,6 @@ from aioengine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from aioengine.runner import Runner
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -195,6 +192,8 @@ def load_parts(
         timings.stages.update(loaded.timings_s)
         with timings.stage("pool and warm-up"):
             runner = make_runner(loaded, resolved, config.cache, device)
+        fits = min(resolved.max_model_len, runner.memory.num_kv_tokens)
+        resolved = dataclasses.replace(resolved, max_model_len=fits)
     except BaseException:
         device.close()
         raise
@@ -220,25 +219,10 @@ def fit_context(
     Raises:
         InvalidConfig: it was asked for and does not fit.
     """
-    from aioengine.device import cpu_num_blocks
+    from aioengine.device import cpu_num_blocks, limit_context
 
     num_tokens = (cpu_num_blocks(spec, resolved, config.cache, available_bytes) - 1) * resolved.block_size
-    if num_tokens >= resolved.max_model_len:
-        return resolved
-    if config.model.max_model_len is not None:
-        raise InvalidConfig(
-            f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; "
-            "lower --max-model-len or raise --kv-cache-memory-bytes",
-            param="max_model_len",
-        )
-    logger.warning(
-        "the KV pool holds %d tokens, so max_model_len is %d instead of the model's %d; "
-        "--kv-cache-memory-bytes makes the pool larger",
-        num_tokens,
-        num_tokens,
-        resolved.max_model_len,
-    )
-    return dataclasses.replace(resolved, max_model_len=num_tokens)
+    return limit_context(resolved, num_tokens)
 
 
 def _end_tokens(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:

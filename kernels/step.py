@@ -70,6 +70,21 @@ class StepInputs:
             sample_num_outputs=ints(num_samples),
         )
 
+    def first(self, num_tokens: int, num_rows: int, num_samples: int) -> StepInputs:
+        """The beginning of these buffers as the buffers of a smaller bucket."""
+        return StepInputs(
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            block_table=self.block_table[:num_rows],
+            rows=self.rows[:num_rows],
+            sample_indices=self.sample_indices[:num_samples],
+            sample_rows=self.sample_rows[:num_samples],
+            sample_num_outputs=self.sample_num_outputs[:num_samples],
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]

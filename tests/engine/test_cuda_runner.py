@@ -36,10 +36,12 @@ TEMPERATURE, SEED = 5.0, 123_456_789_012
 
 def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
     buckets = token_buckets(512, 8192)
-    assert buckets[-1] == 8192 and 512 in buckets
-    assert all(b - a <= max(128, a // 2) for a, b in zip(buckets[4:], buckets[5:], strict=False))
+    assert buckets[-1] == 8192 and 512 in buckets and len(buckets) < 50
+    assert all((b - a) / b <= 0.5 for a, b in zip(buckets, buckets[1:], strict=False))
+    assert all((b - a) / b <= 0.125 for a, b in zip(buckets[14:], buckets[15:], strict=False))
     assert token_buckets(4, 100)[-2:] == (96, 100)
-    assert token_buckets(4, 2048)[-2:] == (1792, 2048)
+    assert token_buckets(4, 513)[-2:] == (512, 513)
+    assert token_buckets(4, 2048)[-2:] == (1920, 2048)
     assert token_buckets(1, 1) == (1,)
 
 
@@ -139,10 +141,9 @@ def forward(family: Family, level: int, small_grids: None) -> StepForward:
         list(torch.full(shape, float("nan")).unbind(0)),
         block_size=BLOCK_SIZE,
         max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=48,
         max_blocks=MAX_LEN // BLOCK_SIZE,
         buffer_words=4096,
-        optimization_level=level,
+        buckets=token_buckets(MAX_SEQS, 48) if level else (),
     )
 
 
@@ -206,6 +207,21 @@ def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) ->
     after = (forward.block_table, forward.last_token, *forward._kv_caches)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [2])
+def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForward, level: int) -> None:
+    ahead = forward.all_buckets()
+    assert len(set(ahead)) == len(ahead) and ahead[0].num_tokens == forward.buckets[-1]
+    assert set(forward.decode_buckets()) <= set(ahead)
+    ints = np.zeros(1, np.int32)
+    for num_tokens in range(1, forward.buckets[-1] + 1):
+        for is_plain in (True, False):
+            longest = [33] if num_tokens > MAX_SEQS else [1, 33]
+            for max_query_len in longest:
+                facts = StepFacts(1, num_tokens, 1, max_query_len, ints, ints, ints, (), ())
+                assert forward.bucket_of(facts, is_plain) in ahead
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from aioengine.config import CacheConfig, EngineConfig, ResolvedConfig, resolve
-from aioengine.device import CpuDevice, available_memory_bytes, cpu_num_blocks, kv_bytes_per_token
+from aioengine.device import CpuDevice, available_memory_bytes, cpu_num_blocks, kv_bytes_per_token, limit_context
 from aioengine.errors import InvalidConfig
 from aioengine.model_spec import ModelSpec
 
@@ -67,6 +67,21 @@ def test_a_size_that_was_asked_for_is_taken() -> None:
     assert blocks(1024, GIB, num_gpu_blocks_override=7) == 7
     assert blocks(1024, GIB, kv_cache_memory_bytes=10 * BLOCK_BYTES + 5) == 10
     assert blocks(1024, GIB, kv_cache_memory_bytes=10 * BLOCK_BYTES, num_gpu_blocks_override=7) == 7
+
+
+@pytest.mark.parametrize(("device", "remedy"), [("cpu", "--kv-cache-memory-bytes"), ("cuda", "--gpu-memory-util")])
+def test_a_context_is_lowered_to_the_pool_unless_it_was_asked_for(
+    device: str, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, asked = resolved_for(1000)
+    asked = replace(asked, device=device)
+    assert limit_context(asked, 1000) is asked
+    with pytest.raises(InvalidConfig, match=f"max_model_len=1000 .* holds 999 tokens.*{remedy}"):
+        limit_context(asked, 999)
+    assert not caplog.records
+    left = replace(asked, is_max_model_len_given=False)
+    assert limit_context(left, 999).max_model_len == 999
+    assert remedy in caplog.text and "999 instead of the model's 1000" in caplog.text
 
 
 def test_a_pool_without_room_for_a_token_is_refused() -> None:

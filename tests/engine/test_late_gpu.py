@@ -139,3 +139,55 @@ async def test_a_device_that_fails_fails_what_is_in_flight(monkeypatch: pytest.M
     with pytest.raises(EngineDead):
         await served.runner.launch(plan)
     await served.runner.close()
+
+
+async def test_missing_graphs_are_captured_one_by_one_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE)
+    forward_buckets = ["largest", "decode", "mixed", "edited"]
+    served = Served(gpu, 60, 2, capture="idle")
+    forward = served.runner._forward
+    forward.sizes, forward.num_decode = forward_buckets, 1
+    served.runner.warm_up()
+    assert forward.prepared == ["largest", "decode"]
+    forward.prepared.append("mixed")  # a step needed it meanwhile
+    served.scheduler.add(request_of("0", [1, 2], 2))
+    done = served.runner.launch(served.scheduler.schedule())
+    assert not served.runner.use_idle_time()  # it is not idle
+    gpu.run_all()
+    await done
+    assert served.runner.use_idle_time() and forward.prepared[-1] == "edited"
+    assert not served.runner.use_idle_time()
+    await served.runner.close()
+
+
+@pytest.mark.parametrize(("capture", "at_start"), [("start", 4), ("idle", 2), ("first use", 0)])
+async def test_the_level_says_what_is_captured_at_start(
+    monkeypatch: pytest.MonkeyPatch, capture: str, at_start: int
+) -> None:
+    served = Served(LateGpu(monkeypatch, 60, BLOCK_SIZE), 60, 2, capture=capture)
+    served.runner._forward.sizes, served.runner._forward.num_decode = ["largest", "decode", "mixed", "edited"], 1
+    served.runner.warm_up()
+    assert len(served.runner._forward.prepared) == at_start
+    assert served.runner.use_idle_time() == (capture == "idle")
+    await served.runner.close()
+
+
+async def test_an_idle_loop_does_what_can_wait_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.loop.IDLE_PAUSE_S", 0.001)
+    served = Served(LateGpu(monkeypatch, 60, BLOCK_SIZE), 60, 2)
+    left, done = [3], asyncio.Event()
+
+    def work() -> bool:
+        left[0] -= 1
+        if left[0] == 0:
+            done.set()
+        return left[0] > 0
+
+    loop = StepLoop(served.scheduler, served.runner, served.settle, use_idle_time=work)
+    steps = asyncio.create_task(loop.run())
+    await done.wait()
+    await asyncio.sleep(0.01)
+    assert left == [0]
+    loop.stop()
+    await steps
+    await served.runner.close()

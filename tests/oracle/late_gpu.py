@@ -156,15 +156,31 @@ class _PutOff(TorchFunctionMode):
 class _LateForward:
     """The part of `StepForward` that the runner uses; every step is greedy."""
 
-    buckets = ()
-
     def __init__(self, gpu: LateGpu, max_num_seqs: int) -> None:
         self._gpu = gpu
+        self.sizes: list[Any] = []
+        self.num_decode = 0
+        self.prepared: list[Any] = []
         self.buffer = torch.zeros(4096, dtype=torch.int32)
         self.packed = torch.zeros((2, max_num_seqs), dtype=torch.int32)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int32)
         self.temperature = torch.zeros(max_num_seqs)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64)
+
+    def all_buckets(self) -> list[Any]:
+        return self.sizes
+
+    def decode_buckets(self) -> list[Any]:
+        return self.sizes[1 : 1 + self.num_decode]
+
+    def is_prepared(self, bucket: Any) -> bool:
+        return bucket in self.prepared
+
+    def prepare(self, bucket: Any) -> None:
+        self.prepared.append(bucket)
+
+    def warm_long_chunks(self, max_chunk: int) -> None:
+        pass
 
     def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
         assert is_plain

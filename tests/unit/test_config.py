@@ -71,3 +71,37 @@ def test_scheduler_options_that_contradict_each_other_are_refused(
     with pytest.raises(InvalidConfig, match=message) as caught:
         resolved(**options)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "capture", "sizes"),
+    [
+        ({}, 2, "idle", None),
+        ({"optimization_level": 0}, 0, "never", None),
+        ({"optimization_level": 1}, 1, "first use", None),
+        ({"optimization_level": 3}, 3, "start", None),
+        ({"optimization_level": 3, "enforce_eager": True}, 0, "never", None),
+        ({"optimization_level": 0, "cudagraph_capture_sizes": "8, 1,8"}, 0, "first use", (1, 8)),
+        ({"optimization_level": 3, "cudagraph_capture_sizes": "64"}, 3, "start", (64,)),
+    ],
+)
+def test_flags_win_over_the_optimization_level(
+    options: dict[str, object], level: int, capture: str, sizes: tuple[int, ...] | None
+) -> None:
+    config = resolved(**options)
+    assert (config.optimization_level, config.graph_capture, config.graph_sizes) == (level, capture, sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cudagraph_capture_sizes": "8", "enforce_eager": True}, "contradict"),
+        ({"cudagraph_capture_sizes": "8,x"}, "numbers of tokens"),
+        ({"cudagraph_capture_sizes": "0,8"}, "numbers of tokens"),
+        ({"cudagraph_capture_sizes": ""}, "numbers of tokens"),
+    ],
+)
+def test_sizes_that_cannot_be_captured_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        resolved(**options)
+    assert caught.value.param == "cudagraph_capture_sizes"
