@@ -215,12 +215,13 @@ def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForw
     ahead = forward.all_buckets()
     assert len(set(ahead)) == len(ahead) and ahead[0].num_tokens == forward.buckets[-1]
     assert set(forward.decode_buckets()) <= set(ahead)
-    ints = np.zeros(1, np.int32)
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    step = StepFacts.of(planner.plan({planner.request(range(3)): 3}).buffer)
     for num_tokens in range(1, forward.buckets[-1] + 1):
         for is_plain in (True, False):
             longest = [33] if num_tokens > MAX_SEQS else [1, 33]
             for max_query_len in longest:
-                facts = StepFacts(1, num_tokens, 1, max_query_len, ints, ints, ints, (), ())
+                facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
                 assert forward.bucket_of(facts, is_plain) in ahead
 
 
