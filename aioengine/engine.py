@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from aioengine.cache_admin import CacheAdmin
 from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
@@ -165,6 +166,7 @@ class AsyncEngine:
             use_idle_time=parts.runner.use_idle_time,
         )
         self._lag = LagMonitor(self._metrics, self._scheduler.has_work)
+        self._cache = CacheAdmin(self._scheduler, self.render, self._prewarm, wake=self._steps.wake)
         self.model = ModelInfo(
             name=parts.served_name,
             architecture=parts.spec.architecture,
@@ -208,6 +210,7 @@ class AsyncEngine:
     async def _close(self) -> None:
         self._live.fail_all(EngineClosed("the engine was closed"))
         self._lag.close()
+        self._cache.close()
         if self._log_task is not None:
             self._log_task.cancel()
             await asyncio.wait((self._log_task,))
@@ -315,6 +318,34 @@ class AsyncEngine:
         given = {name: value for name, value in overrides.items() if value is not None}
         return SamplingParams(**{**self._loaded.generation_defaults, **given})
 
+    @property
+    def cache(self) -> CacheAdmin:
+        """Operations on the prefix cache: evict, quarantine, pin, lease, prewarm, reset, audit."""
+        self._check_started()
+        return self._cache
+
+    async def _prewarm(self, token_ids: list[int], cache_salt: str | None) -> None:
+        """Computes a prompt for the cache alone, behind all others that wait."""
+        self._check_accepting()
+        self._check_queue(1)
+        prepared = await self._intake.prepare(token_ids, SamplingParams(max_tokens=0), ChatOptions())
+        by_priority = self.config.scheduler.scheduling_policy == "priority"
+        stream = self._live.add(
+            prepared,
+            f"prewarm-{uuid.uuid4().hex}",
+            priority=2**31 - 1 if by_priority else 0,
+            cache_salt=cache_salt,
+            arrived_s=time.monotonic(),
+            prewarms=True,
+        )
+        self._lag.start()
+        self._steps.wake()
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+
     # ---- state ------------------------------------------------------------------------------------------
 
     @property
@@ -359,6 +390,8 @@ class AsyncEngine:
             prefix_queries_tokens=scheduler.prefix_queries_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             num_evicted_blocks=scheduler.kv.num_evicted_blocks,
+            num_cached_blocks=scheduler.kv.prefix_map.num_entries,
+            num_pinned_blocks=len(scheduler.kv.pin_counts),
             num_preemptions=scheduler.num_preemptions_total,
             num_urgent_preemptions=scheduler.num_urgent_preemptions_total,
             num_steps=self._steps.num_steps,

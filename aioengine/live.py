@@ -123,9 +123,16 @@ class LiveRequests:
         await self._empty.wait()
 
     def add(
-        self, prepared: PreparedRequest, label: str, *, priority: int, cache_salt: str | None, arrived_s: float
+        self,
+        prepared: PreparedRequest,
+        label: str,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        arrived_s: float,
+        prewarms: bool = False,
     ) -> RequestStream:
-        """Queues a request and returns the stream of its outputs.
+        """Queues a request and returns the stream of its outputs; one that prewarms computes for the cache alone.
 
         Raises:
             ContextLengthExceeded: the KV pool can never hold it; nothing was queued.
@@ -155,6 +162,7 @@ class LiveRequests:
                 sampling=plan,
                 stream=choice,
                 siblings=siblings,
+                prewarms=prewarms,
             )
             live.choices.append(choice)
         try:

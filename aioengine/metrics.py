@@ -70,6 +70,9 @@ class EngineStats:
     prefix_hit_tokens: int
     num_evicted_blocks: int
     """Cached blocks that had to make room."""
+    num_cached_blocks: int
+    """Blocks that a request could hit."""
+    num_pinned_blocks: int
     num_preemptions: int
     num_urgent_preemptions: int
     """Those of them that made way for a more important request that waited."""
@@ -130,6 +133,8 @@ class EngineMetrics:
         queried, hit = stats.prefix_queries_tokens, stats.prefix_hit_tokens
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queried)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", hit)
+        yield self._gauge("prefix_cache_blocks", "KV blocks that a request could hit", stats.num_cached_blocks)
+        yield self._gauge("kv_cache_pinned_blocks", "KV blocks with a pin or lease", stats.num_pinned_blocks)
         evicted = stats.num_evicted_blocks
         yield self._counter("prefix_cache_evicted_blocks", "Cached KV blocks that had to make room", evicted)
         yield self._counter("num_preemptions", "Requests preempted, to be recomputed", stats.num_preemptions)

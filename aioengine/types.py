@@ -253,6 +253,61 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+CacheStatus = Literal["exact", "degraded", "refused"]
+"""exact: done as asked; degraded: done, but more or less than was named, see the reason; refused: nothing was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReply:
+    """What an operation on the prefix cache did. It is also its entry in the audit log."""
+
+    audit_id: int
+    """Counts from 1."""
+    at_s: float
+    """Unix time."""
+    action: str
+    status: CacheStatus
+    reason: str | None = None
+    """Why it is degraded or refused."""
+    cache_salt: str | None = None
+    """The tenant."""
+    num_tokens: int = 0
+    """Length of the name, or of what was pinned of it."""
+    start: int | None = None
+    """First token of the span, where there is one."""
+    num_blocks: int = 0
+    """Blocks evicted, pinned, let go or computed."""
+    num_blocks_in_use: int = 0
+    """Of the evicted ones those that running requests still read; nobody else can hit them."""
+    num_requests: int = 0
+    """Requests that go on with evicted blocks, or that were preempted."""
+    num_pins_broken: int = 0
+    pin_id: str | None = None
+    expires_in_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """The prefix cache at this moment."""
+
+    enabled: bool
+    block_size: int
+    num_blocks: int
+    """Usable ones."""
+    num_free_blocks: int
+    """Without an owner; they may hold cached prefixes."""
+    num_cached_blocks: int
+    num_evicted_blocks: int
+    """Cached blocks that had to make room so far."""
+    num_pinned_blocks: int
+    max_pinned_blocks: int
+    num_quarantined: int
+    pins: dict[str, int]
+    """Blocks per pin."""
+    leases: dict[str, float]
+    """Seconds that are left to each pin that expires."""
+
+
 ChatMessages = Sequence[Mapping[str, object]]
 """Chat messages as in the OpenAI API: mappings with `role` and `content` at least."""
 

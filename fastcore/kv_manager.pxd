@@ -12,6 +12,8 @@ cdef class KVManager:
     cdef readonly PrefixMap prefix_map
     cdef readonly int32_t block_size
     cdef readonly BlockHasher hasher          # None: prefix caching is off
+    cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
+    cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
 
     cdef bint reads_cache(self, Request request) noexcept
@@ -23,10 +25,12 @@ cdef class KVManager:
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
+    cdef int take_hit(self, Request request, int32_t block_id) except -1
     cdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cpdef int release(self, Request request) except -1
+    cdef bint is_barred(self, Request request, int32_t at) except *
     cdef int offer(self, Request request, int32_t at) except -1
     cdef int take_blocks(self, Request request, int32_t wanted) except -1
     cdef int ensure_hashes(self, Request request, int32_t count) except -1

@@ -5,6 +5,7 @@ from typing import Literal, final
 
 from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.prefix_map import PrefixMap
 from aioengine.fastcore.request import Request
 
@@ -21,6 +22,10 @@ class KVManager:
     block_size: int
     hasher: BlockHasher | None
     """None while prefix caching is off."""
+    pin_counts: dict[int, int]
+    """Pins per pinned block; `CacheControl` writes it."""
+    barred: list[NamedPrefix]
+    """Spans that are never cached; `CacheControl` writes it."""
     num_evicted_blocks: int
     """Blocks that lost their cached prefix to new content, those below them included."""
 
@@ -49,6 +54,8 @@ class KVManager:
         """Gives all blocks back, deepest first."""
     def reset(self) -> bool:
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""
+    def forget(self, owners: Iterable[Request]) -> None:
+        """Forgets all cached prefixes, and that those who own blocks have something to offer."""
     def hashes_of(self, request: Request) -> list[bytes]:
         """The block hashes computed so far for a request."""
     def check(self, owners: Iterable[Request]) -> None:

@@ -19,8 +19,10 @@ import cython
 from libc.string cimport memcpy
 
 from aioengine.fastcore.block_hash cimport CHECKED
-from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
+from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
+from aioengine.fastcore.request cimport NO_LIMIT
 
 
 @cython.final
@@ -36,6 +38,7 @@ cdef class KVManager:
         self.pool = BlockPool(num_blocks)
         self.prefix_map = PrefixMap(self.pool)
         self.block_size = block_size
+        self.pin_counts, self.barred = {}, []
         if eviction_policy == "cost":
             self.prefix_map.rank_by_cost(block_size, context_cost)
         hasher = BlockHasher(hash_algo, root_seed)
@@ -75,11 +78,15 @@ cdef class KVManager:
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1:
         """Adds what a sibling has of the prompt to the hits; returns how many full blocks there are then.
 
-        A sibling shares what it has computed, published or not: the prompts are one and the same.
+        A sibling shares what it has computed, published or not: the prompts are one and the same. It does not
+        share what was evicted by name meanwhile (INV-70).
         """
         cdef Request source = request.siblings.source()
         cdef int32_t shared = min(request.num_prompt_tokens, request.num_tokens - 1)
         cdef int32_t full = shared // self.block_size
+        if source is not None and source.publish_until <= full:
+            full = source.publish_until
+            shared = full * self.block_size
         if source is None or shared <= num_hits * self.block_size:
             return num_hits
         if full > num_hits:
@@ -131,9 +138,9 @@ cdef class KVManager:
         if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
         for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
-            self.pool.hit(request.blocks[i])
+            self.take_hit(request, request.blocks[i])
         if request.copy_source != NULL_BLOCK:
-            self.pool.hit(request.copy_source)
+            self.take_hit(request, request.copy_source)
         request.num_blocks = num_hits
         # What a sibling computes now is not indexed yet; whoever settles its step first will offer it.
         while (
@@ -145,6 +152,10 @@ cdef class KVManager:
         if request.copy_source != NULL_BLOCK:
             request.copy_target = request.blocks[num_hits]
         return True
+
+    cdef int take_hit(self, Request request, int32_t block_id) except -1:
+        """One owner more; to prewarm is no use: what it finds keeps its rank and may stay prewarmed."""
+        return self.pool.acquire(block_id) if request.prewarms else self.pool.hit(block_id)
 
     cdef int end_copy(self, Request request) except -1:
         """Lets go of the source of a request's copy, once the step is packed or the copy is off."""
@@ -169,7 +180,8 @@ cdef class KVManager:
         while request.num_blocks < wanted:
             block_id = self.pool.take()
             if self.pool.blocks[block_id].flags & HASHED:
-                self.num_evicted_blocks += self.prefix_map.remove(block_id)  # before the block gets other content (INV-22)
+                # Before the block gets other content (INV-22).
+                self.num_evicted_blocks += self.prefix_map.remove(block_id)
             request.blocks[request.num_blocks] = block_id
             request.num_blocks += 1
         return 0
@@ -181,6 +193,7 @@ cdef class KVManager:
         whose hash the map knows stays an unhashed duplicate of its request (A11).
         """
         cdef int32_t full = num_computed // self.block_size
+        full = min(full, request.publish_until)
         if self.hasher is None or full <= request.num_published:
             return 0
         self.ensure_hashes(request, full)
@@ -195,6 +208,8 @@ cdef class KVManager:
         """Indexes a full block of a request if its parent is indexed and its hash is not."""
         cdef int32_t parent = ROOT
         cdef uint32_t lane = 0
+        if self.barred and self.is_barred(request, at):
+            return 0
         if at == 0:
             lane = lane_of(request.first_tail, request.tokens[0])
         else:
@@ -203,7 +218,19 @@ cdef class KVManager:
                 parent = self.prefix_map.find(&request.hashes[at - 1])
                 if parent == NULL_BLOCK:
                     return 0
-        return self.prefix_map.insert(request.blocks[at], &request.hashes[at], parent, lane)
+        if not self.prefix_map.insert(request.blocks[at], &request.hashes[at], parent, lane):
+            return 0
+        if request.prewarms:
+            self.pool.blocks[request.blocks[at]].flags |= PREWARMED
+        return 1
+
+    cdef bint is_barred(self, Request request, int32_t at) except *:
+        """Whether a quarantined span begins in a block; what follows it has no parent then (INV-70)."""
+        cdef NamedPrefix name
+        for name in self.barred:
+            if at == name.span_block and name.is_in(request):
+                return True
+        return False
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
@@ -221,11 +248,12 @@ cdef class KVManager:
             if i < request.num_published and not block.flags & HASHED:
                 # The use of a duplicate is a use of its twin, or the twin would go before its children.
                 twin = self.prefix_map.find(&request.hashes[i])
-                if twin != NULL_BLOCK and self.pool.blocks[twin].num_refs == 0:
+                if twin != NULL_BLOCK and not request.prewarms and self.pool.blocks[twin].num_refs == 0:
                     self.pool.touch(twin)
             if CHECKED:
                 request.blocks[i] = -0x55555556
         request.num_blocks = request.num_published = 0
+        request.publish_until = NO_LIMIT
         return 0
 
     cdef int ensure_hashes(self, Request request, int32_t count) except -1:
@@ -249,6 +277,13 @@ cdef class KVManager:
             return False
         self.prefix_map.clear()
         return True
+
+    def forget(self, owners):
+        """Forgets all cached prefixes, and that those who own blocks have something to offer."""
+        cdef Request request
+        self.prefix_map.clear()
+        for request in owners:
+            request.publish_until = request.num_published = 0
 
     def hashes_of(self, Request request not None):
         """The block hashes computed so far for a request."""
@@ -276,6 +311,7 @@ cdef class KVManager:
                     f"{request!r}: block {i} is indexed before it is computed"
                 )
         for i in range(1, self.pool.num_blocks):
-            assert self.pool.blocks[i].num_refs == counts.get(i, 0), (
-                f"block {i} counts {self.pool.blocks[i].num_refs} owners, {counts.get(i, 0)} own it"
+            num_owners = counts.get(i, 0) + self.pin_counts.get(i, 0)
+            assert self.pool.blocks[i].num_refs == num_owners, (
+                f"block {i} counts {self.pool.blocks[i].num_refs} owners, {num_owners} own it"
             )

@@ -13,6 +13,10 @@ cdef enum Status:
     FINISHED
 
 
+cdef enum:
+    NO_LIMIT = 0x7FFFFFFF
+
+
 cdef class Request
 
 
@@ -40,6 +44,7 @@ cdef class Request:
     cdef readonly double arrival_s
     cdef readonly bint skip_prefix_cache
     cdef readonly bint wants_prompt_logits
+    cdef readonly bint prewarms                 # computes for the cache alone
     cdef readonly object sampling
     cdef readonly object stream
     cdef readonly Siblings siblings   # requests with the same prompt; None = none
@@ -78,6 +83,7 @@ cdef class Request:
     cdef int32_t blocks_capacity
     cdef int32_t num_blocks
     cdef int32_t num_published
+    cdef int32_t publish_until                  # blocks from here on hold, or saw, what was evicted by name
     cdef readonly int32_t num_matched           # tokens found by the last match
     cdef int32_t copy_source                    # block that begins like the next one, 0 = none; and where its
     cdef int32_t copy_target                    # content goes in the step being made, 0 = not admitted

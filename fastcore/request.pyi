@@ -26,6 +26,7 @@ class Request:
         cache_salt: enters the hash of the first block, and through the chain all others.
         skip_prefix_cache: do not read the prefix cache; full blocks are still offered to others.
         wants_prompt_logits: rows of its prompt carry PROMPT_LOGITS; implies not reading the cache.
+        prewarms: computes for the cache alone: its blocks are the first to be evicted until somebody hits them.
         sampling, stream: kept for the runner and the engine, not looked at.
         siblings: requests with the same prompt and keys, which is then computed once for all of them.
 
@@ -44,6 +45,7 @@ class Request:
     arrival_s: float
     skip_prefix_cache: bool
     wants_prompt_logits: bool
+    prewarms: bool
     sampling: object
     stream: object
     siblings: Siblings | None
@@ -76,6 +78,7 @@ class Request:
         cache_salt: bytes = b"",
         skip_prefix_cache: bool = False,
         wants_prompt_logits: bool = False,
+        prewarms: bool = False,
         sampling: object = None,
         stream: object = None,
         siblings: Siblings | None = None,

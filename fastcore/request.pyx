@@ -58,7 +58,8 @@ cdef class Request:
         self, str request_id not None, prompt_token_ids, *, int32_t max_tokens, int32_t min_tokens=0,
         eos_token_ids=(), stop_token_ids=(), bint ignore_eos=False, int64_t priority=0, double arrival_s=0.0,
         bytes extra_keys not None=b"", bytes cache_salt not None=b"", bint skip_prefix_cache=False,
-        bint wants_prompt_logits=False, object sampling=None, object stream=None, Siblings siblings=None,
+        bint wants_prompt_logits=False, bint prewarms=False, object sampling=None, object stream=None,
+        Siblings siblings=None,
     ):
         if max_tokens < 0 or min_tokens < 0:
             raise ValueError(f"max_tokens={max_tokens} and min_tokens={min_tokens} must not be negative")
@@ -66,6 +67,7 @@ cdef class Request:
         self.max_tokens, self.min_tokens, self.ignore_eos = max_tokens, min_tokens, ignore_eos
         self.priority, self.arrival_s = priority, arrival_s
         self.skip_prefix_cache, self.wants_prompt_logits = skip_prefix_cache, wants_prompt_logits
+        self.prewarms, self.publish_until = prewarms, NO_LIMIT
         self.sampling, self.stream = sampling, stream
         self.first_tail = key_tail(extra_keys, cache_salt)
         self.later_tail = key_tail(extra_keys, b"")

@@ -134,8 +134,12 @@ class Scheduler:
         """
     def has_work(self) -> bool:
         """Whether anything runs, waits (not held) or is in flight."""
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, and nothing changes, while any request has blocks."""
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forgets all cached prefixes; False, and nothing changes, while any block has an owner.
+
+        Args:
+            force: preempt what runs and forget in any case; pins must have ended before.
+        """
     @property
     def num_running(self) -> int: ...
     @property

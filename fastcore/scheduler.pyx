@@ -564,9 +564,18 @@ cdef class Scheduler:
         """Whether anything runs, waits (not held by the caller) or is in flight."""
         return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight) or bool(self.expecting)
 
-    def reset_prefix_cache(self):
-        """Forgets all cached prefixes; False, and nothing changes, while any request has blocks."""
-        return self.kv.reset()
+    def reset_prefix_cache(self, *, bint force=False):
+        """Forgets all cached prefixes; False, and nothing changes, while any block has an owner.
+
+        With `force` running requests are preempted first and compute everything again. Those that ended and
+        whose blocks a step in flight may still write keep them till then, but not for the cache (B18, INV-38).
+        """
+        if not force:
+            return self.kv.reset()
+        while self.running:
+            self.preempt(<Request> self.running.pop())
+        self.kv.forget(self.deferred)
+        return True
 
     @property
     def num_running(self):

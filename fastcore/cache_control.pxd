@@ -1,0 +1,21 @@
+# What an operator does to the prefix cache by name: evict, quarantine, pin, reset.
+from libc.stdint cimport int32_t
+
+from aioengine.fastcore.block_hash cimport Hash
+from aioengine.fastcore.kv_manager cimport KVManager
+from aioengine.fastcore.named_prefix cimport NamedPrefix
+from aioengine.fastcore.request cimport Request
+from aioengine.fastcore.scheduler cimport Scheduler
+
+
+cdef class CacheControl:
+    cdef Scheduler scheduler
+    cdef KVManager kv
+    cdef readonly dict pins        # id -> blocks, the first one first
+    cdef int num_pins_made
+
+    cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1
+    cdef list roots_of_span(self, NamedPrefix name, bint* is_exact)
+    cdef list below(self, int32_t block_id)
+    cdef int break_pins(self, set gone) except -1
+    cdef int keep_back(self, NamedPrefix name) except -1

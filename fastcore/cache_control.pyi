@@ -1,0 +1,61 @@
+"""What an operator does to the prefix cache by name."""
+
+from typing import final
+
+from aioengine.fastcore.named_prefix import NamedPrefix
+from aioengine.fastcore.scheduler import Scheduler
+
+@final
+class CacheControl:
+    """Evicts, bars, pins and resets between the steps of a scheduler that caches prefixes."""
+
+    pins: dict[str, list[int]]
+    """Blocks per pin, the first one of the prefix first; only this object changes it."""
+
+    def __init__(self, scheduler: Scheduler) -> None: ...
+    def cached_blocks(self, name: NamedPrefix) -> int:
+        """Full blocks of the named prefix that are cached, from its beginning to the first gap."""
+    def evict(
+        self, name: NamedPrefix, *, require_exact: bool = False
+    ) -> tuple[bool, int, int, int, int] | None:
+        """Takes a span and all computed after it out of the cache.
+
+        Returns:
+            Whether it was exact, blocks taken out, of those still in use, requests that go on with them, and
+            pins broken; None if it would not be exact and has to be: then nothing changes.
+        """
+    def bar(self, name: NamedPrefix) -> bool:
+        """From now on the span is never cached; False if it is barred already."""
+    def lift(self, name: NamedPrefix) -> bool:
+        """Ends what `bar` began; False if the span is not barred."""
+    @property
+    def num_barred(self) -> int:
+        """Spans that are barred."""
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks with at least one pin."""
+    @property
+    def max_pinned_blocks(self) -> int:
+        """So many may be pinned that a request of the greatest length still fits."""
+    def pin(self, name: NamedPrefix) -> tuple[str, int] | None:
+        """Holds the cached full blocks of a prefix.
+
+        Returns:
+            The pin's id and its number of blocks, or None if nothing of it is cached.
+
+        Raises:
+            ValueError: more blocks would be pinned than may be.
+        """
+    def unpin(self, pin_id: str) -> int:
+        """Lets the blocks of a pin go; returns their number, 0 if there is no such pin."""
+    def reset(self, *, force: bool = False) -> int | None:
+        """Forgets every cached prefix.
+
+        Args:
+            force: end pins and preempt running requests first.
+
+        Returns:
+            The number of blocks forgotten, or None if any is in use; then nothing changes.
+        """
+    def check(self) -> None:
+        """Raises AssertionError unless pins and counts of pinned blocks agree."""

@@ -1,0 +1,191 @@
+"""Acts on cached prefixes by name, between steps: evict a span, bar it, pin it, forget everything.
+
+Owns the pins. Everything else it does through the records that are there: what is evicted leaves the prefix map
+with all that was computed after it; requests that run on such blocks go on, but neither they nor those blocks
+are offered to the map again. The engine's `cache_admin` is the only caller and keeps the books.
+"""
+import cython
+
+from aioengine.fastcore.block_pool cimport NULL_BLOCK
+from aioengine.fastcore.prefix_tree cimport ROOT
+
+
+@cython.final
+cdef class CacheControl:
+    def __cinit__(self, Scheduler scheduler not None):
+        self.scheduler, self.kv = scheduler, scheduler.kv
+        self.pins = {}
+
+    # ---- looking ----
+
+    def cached_blocks(self, NamedPrefix name not None):
+        """Full blocks of the named prefix that are cached, from its beginning to the first gap."""
+        cdef list found = []
+        self.walk(name, name.num_tokens // name.block_size, found)
+        return len(found)
+
+    cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1:
+        """Collects cached blocks of a name from its beginning; returns the last one, or ROOT."""
+        cdef Hash parent = self.kv.hasher.root
+        cdef Hash current
+        cdef int32_t block_id = ROOT
+        cdef int32_t next_id, i
+        for i in range(most):
+            name.hash_at(self.kv.hasher, i, &parent, &current)
+            next_id = self.kv.prefix_map.find(&current)
+            if next_id == NULL_BLOCK:
+                break
+            block_id, parent = next_id, current
+            found.append(block_id)
+        return block_id
+
+    cdef list roots_of_span(self, NamedPrefix name, bint* is_exact):
+        """The cached blocks in which the span begins. Inexact: among them are others with the same parent."""
+        cdef list before = []
+        cdef list found = []
+        cdef int32_t parent
+        is_exact[0] = True
+        if name.num_tokens >= (name.span_block + 1) * name.block_size:
+            self.walk(name, name.span_block + 1, found)
+            return found[name.span_block:]
+        parent = self.walk(name, name.span_block, before)
+        if len(before) < name.span_block:
+            return []
+        is_exact[0] = False
+        return self.kv.prefix_map.tree.children_of(parent) if parent != ROOT else []
+
+    cdef list below(self, int32_t block_id):
+        """A cached block and all cached after it."""
+        cdef list found = [block_id]
+        for at in found:  # grows while it is walked
+            found += self.kv.prefix_map.tree.children_of(at)
+        return found
+
+    # ---- evicting ----
+
+    def evict(self, NamedPrefix name not None, *, bint require_exact=False):
+        """Takes a span and all computed after it out of the cache.
+
+        Returns (is_exact, blocks taken out, of those in use, requests that go on with them, pins broken), or
+        None if it would not be exact and has to be; then nothing changes.
+        """
+        cdef bint is_exact
+        cdef list roots = self.roots_of_span(name, &is_exact)
+        cdef set gone = set()
+        cdef int num_broken, num_requests
+        cdef int in_use = 0
+        if not is_exact and require_exact:
+            return None
+        for root in roots:
+            gone.update(self.below(root))
+        num_broken = self.break_pins(gone)
+        for block_id in gone:
+            in_use += self.kv.pool.blocks[<int32_t> block_id].num_refs > 0
+        for root in roots:
+            self.kv.prefix_map.remove(root)
+        num_requests = self.keep_back(name)
+        return is_exact, len(gone), in_use, num_requests, num_broken
+
+    cdef int keep_back(self, NamedPrefix name) except -1:
+        """Keeps requests that hold the span from publishing it and what follows; returns their number."""
+        cdef Request request
+        cdef int count = 0
+        for request in [*self.scheduler.running, *self.scheduler.deferred]:
+            if request.num_blocks > name.span_block and name.is_in(request):
+                request.publish_until = min(request.publish_until, name.span_block)
+                request.num_published = min(request.num_published, name.span_block)
+                count += 1
+        return count
+
+    def bar(self, NamedPrefix name not None):
+        """From now on the span is never cached; False if it is barred already."""
+        if name in self.kv.barred:
+            return False
+        self.kv.barred.append(name)
+        return True
+
+    def lift(self, NamedPrefix name not None):
+        """Ends what `bar` began; False if the span is not barred."""
+        if name not in self.kv.barred:
+            return False
+        self.kv.barred.remove(name)
+        return True
+
+    @property
+    def num_barred(self):
+        """Spans that are barred."""
+        return len(self.kv.barred)
+
+    # ---- pinning ----
+
+    @property
+    def num_pinned_blocks(self):
+        """Blocks with at least one pin."""
+        return len(self.kv.pin_counts)
+
+    @property
+    def max_pinned_blocks(self):
+        """So many may be pinned that a request of the greatest length still fits."""
+        return max(0, self.kv.pool.num_blocks - 1 - self.kv.blocks_for(self.scheduler.max_model_len + 1))
+
+    def pin(self, NamedPrefix name not None):
+        """Holds the cached full blocks of a prefix; returns (pin id, blocks), or None if none is cached.
+
+        Raises ValueError if more would be pinned than may be.
+        """
+        cdef list found = []
+        self.walk(name, name.num_tokens // name.block_size, found)
+        if not found:
+            return None
+        new = sum(block_id not in self.kv.pin_counts for block_id in found)
+        if len(self.kv.pin_counts) + new > self.max_pinned_blocks:
+            raise ValueError(
+                f"pinning {new} more blocks would leave too few for a request of the greatest length: "
+                f"{len(self.kv.pin_counts)} are pinned, {self.max_pinned_blocks} may be"
+            )
+        for block_id in found:
+            self.kv.pool.acquire(block_id)
+            self.kv.pin_counts[block_id] = self.kv.pin_counts.get(block_id, 0) + 1
+        self.num_pins_made += 1
+        pin_id = f"pin-{self.num_pins_made}"
+        self.pins[pin_id] = found
+        return pin_id, len(found)
+
+    def unpin(self, str pin_id not None):
+        """Lets the blocks of a pin go, deepest first; returns their number, 0 if there is no such pin."""
+        cdef list blocks = self.pins.pop(pin_id, [])
+        for block_id in reversed(blocks):
+            if self.kv.pin_counts[block_id] == 1:
+                del self.kv.pin_counts[block_id]
+            else:
+                self.kv.pin_counts[block_id] -= 1
+            self.kv.pool.release(block_id)
+        return len(blocks)
+
+    cdef int break_pins(self, set gone) except -1:
+        """Ends every pin that holds one of these blocks; returns how many."""
+        cdef list broken = [pin_id for pin_id, blocks in self.pins.items() if not gone.isdisjoint(blocks)]
+        for pin_id in broken:
+            self.unpin(pin_id)
+        return len(broken)
+
+    # ---- forgetting ----
+
+    def reset(self, *, bint force=False):
+        """Forgets every cached prefix; returns the number of blocks forgotten, or None if any is in use.
+
+        With `force` pins end and running requests are preempted: they compute everything again.
+        """
+        cdef int32_t num_cached = self.kv.prefix_map.num_entries
+        if force:
+            for pin_id in list(self.pins):
+                self.unpin(pin_id)
+        return num_cached if self.scheduler.reset_prefix_cache(force=force) else None
+
+    def check(self):
+        """Pins and the counts of pinned blocks agree."""
+        counts = {}
+        for blocks in self.pins.values():
+            for block_id in blocks:
+                counts[block_id] = counts.get(block_id, 0) + 1
+        assert counts == self.kv.pin_counts, f"{counts} != {self.kv.pin_counts}"

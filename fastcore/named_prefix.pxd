@@ -1,0 +1,18 @@
+# A prefix that an operator names: what it holds, and whether a request holds it too.
+from libc.stdint cimport int32_t
+
+from aioengine.fastcore.block_hash cimport BlockHasher, Hash
+from aioengine.fastcore.request cimport Request
+
+
+cdef class NamedPrefix:
+    cdef bytes first_tail
+    cdef bytes later_tail
+    cdef const int32_t[::1] tokens
+    cdef readonly int32_t num_tokens
+    cdef readonly int32_t block_size
+    cdef readonly int32_t span_block    # block of the table in which the span begins
+    cdef int32_t num_telling            # tokens that tell whether somebody has that block
+
+    cdef bint is_in(self, Request request) noexcept
+    cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1

@@ -1,0 +1,33 @@
+"""A prefix named by its content."""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+@final
+class NamedPrefix:
+    """Token ids and salt of a prefix, and the token with which the span begins that is meant.
+
+    Args:
+        token_ids: kept, not copied; must not change.
+        start: first token of the span; -1 is the last token, so that only what holds the whole name is meant.
+
+    Raises:
+        ValueError: `start` is not a token of the prefix.
+    """
+
+    num_tokens: int
+    block_size: int
+    span_block: int
+    """Index of the block in which the span begins."""
+
+    def __init__(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        block_size: int,
+        *,
+        cache_salt: bytes = b"",
+        extra_keys: bytes = b"",
+        start: int = -1,
+    ) -> None: ...

@@ -1,0 +1,60 @@
+"""A prefix named by its content: token ids, salt, and where in it the span begins that is meant.
+
+    tokens | ............... | ...... span_block ...... | ... |
+           0                 span_block x block_size          num_tokens
+                             <-- all that has this block, as far as the name goes, has the span in view -->
+
+Immutable. `cache_control` looks it up in the prefix map, `kv_manager` keeps requests that hold a quarantined
+one from publishing it.
+"""
+import cython
+
+from libc.string cimport memcmp
+
+from aioengine.fastcore.block_hash import key_tail
+
+
+@cython.final
+cdef class NamedPrefix:
+    def __cinit__(
+        self, const int32_t[::1] token_ids not None, int32_t block_size, *, bytes cache_salt not None=b"",
+        bytes extra_keys not None=b"", int32_t start=-1,
+    ):
+        self.tokens, self.num_tokens = token_ids, <int32_t> token_ids.shape[0]
+        if start == -1:
+            start = self.num_tokens - 1
+        if not 0 <= start < self.num_tokens or block_size < 1:
+            raise ValueError(f"start={start} is not a token of a prefix of {self.num_tokens} tokens")
+        self.block_size = block_size
+        self.first_tail, self.later_tail = key_tail(extra_keys, cache_salt), key_tail(extra_keys, b"")
+        self.span_block = start // block_size
+        self.num_telling = min(self.num_tokens, (self.span_block + 1) * block_size)
+
+    cdef bint is_in(self, Request request) noexcept:
+        """Whether a request has the block of the span, as far as the name goes."""
+        return (
+            request.num_tokens >= self.num_telling and request.first_tail == self.first_tail
+            and request.later_tail == self.later_tail
+            and memcmp(request.tokens, &self.tokens[0], self.num_telling * sizeof(int32_t)) == 0
+        )
+
+    cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1:
+        """The hash of a block that the name fills."""
+        return hasher.hash_block(
+            parent, &self.tokens[<Py_ssize_t> at * self.block_size], self.block_size,
+            self.first_tail if at == 0 else self.later_tail, out,
+        )
+
+    def __eq__(self, other):
+        if not isinstance(other, NamedPrefix):
+            return NotImplemented
+        return self.key() == (<NamedPrefix> other).key()
+
+    def __hash__(self):
+        return hash(self.key())
+
+    def key(self):
+        """What makes two names the same: the telling tokens and the tails."""
+        return (
+            bytes(self.tokens[: self.num_telling]), self.first_tail, self.later_tail, self.span_block, self.block_size
+        )

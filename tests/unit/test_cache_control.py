@@ -1,0 +1,351 @@
+"""Governing the cache by name: what goes, what stays, and that nothing evicted comes back (INV-70)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.fastcore.cache_control import CacheControl
+from aioengine.fastcore.named_prefix import NamedPrefix
+from aioengine.fastcore.request import Request, Siblings
+from aioengine.fastcore.scheduler import Scheduler
+from aioengine.fastcore.step_buffer import StepPlan
+
+BLOCK_SIZE = 2
+Ids = tuple[int, ...]
+
+
+class Cache:
+    """A scheduler, its control, and requests run through it with made-up answers."""
+
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 24, **options: object) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=max_model_len,
+            **options,  # type: ignore[arg-type]
+        )
+        self.control = CacheControl(self.scheduler)
+        self.kv = self.scheduler.kv
+
+    def start(self, *ids: int, salt: bytes = b"", max_tokens: int = 20) -> Request:
+        """A request that runs on with its prompt computed."""
+        request = Request(
+            "r", ids, max_tokens=max_tokens, cache_salt=salt, ignore_eos=True, prewarms=False
+        )
+        self.scheduler.add(request)
+        self.step()
+        return request
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.scheduler.update(plan, np.full(plan.num_samples, 9, dtype=np.int32))
+        self.check()
+        return plan
+
+    def serve(self, *ids: int, salt: bytes = b"") -> int:
+        """A request from admission to its end; returns the tokens it found cached."""
+        request = self.start(*ids, salt=salt, max_tokens=1)
+        assert request.status == "finished"
+        return request.num_cached_tokens
+
+    def name(self, *ids: int, salt: bytes = b"", start: int = -1) -> NamedPrefix:
+        return NamedPrefix(np.array(ids, dtype=np.int32), BLOCK_SIZE, cache_salt=salt, start=start)
+
+    def hits(self, *ids: int, salt: bytes = b"") -> int:
+        """Full blocks of a prefix that are cached."""
+        return self.control.cached_blocks(self.name(*ids, salt=salt))
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        self.control.check()
+
+
+def test_a_middle_node_goes_with_its_subtree_and_nothing_else() -> None:
+    cache = Cache()
+    for tail in ((3, 4, 5, 6), (3, 4, 7, 8), (5, 6), (3, 9)):
+        cache.serve(1, 2, *tail)
+    cache.serve(1, 2, 3, 4, 5, 6, salt=b"other")
+    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 3, 0, 0, 0)
+    assert [cache.hits(1, 2, *tail) for tail in ((3, 4, 5, 6), (3, 4, 7, 8), (5, 6), (3, 9))] == [1, 1, 2, 2]
+    assert cache.hits(1, 2, 3, 4, 5, 6, salt=b"other") == 3
+    assert cache.serve(1, 2, 3, 4, 5, 6) == 2  # computed again, cached again
+    assert cache.hits(1, 2, 3, 4, 5, 6) == 3
+
+
+def test_start_says_where_the_span_begins() -> None:
+    cache = Cache()
+    cache.serve(1, 2, 3, 4, 5, 6, 7, 8)
+    assert cache.control.evict(cache.name(1, 2, 3, 4, 5, 6, 7, 8, start=3)) == (True, 3, 0, 0, 0)
+    assert cache.hits(1, 2, 3, 4, 5, 6, 7, 8) == 1
+    assert cache.control.evict(cache.name(1, 2, 3, 4, 5, 6, 7, 8, start=3)) == (True, 0, 0, 0, 0)
+
+
+def test_running_requests_keep_what_they_read_and_bring_nothing_back() -> None:
+    cache = Cache()
+    running = cache.start(1, 2, 3, 4, 5)
+    cache.serve(1, 2, 3, 4, 6, 7)
+    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 3, 2, 1, 0)
+    cache.check()
+    assert cache.hits(1, 2, 3, 4) == 1
+    before = running.block_ids()
+    for _ in range(6):
+        cache.step()
+    assert running.block_ids()[: len(before)] == before and cache.hits(*running.token_ids().tolist()) == 1
+    cache.scheduler.abort(running)
+    cache.check()
+    assert cache.hits(*running.token_ids().tolist()) == 1
+    assert cache.serve(1, 2, 3, 4, 5) == 2
+
+
+def test_an_unpublished_duplicate_of_the_span_is_kept_back_too() -> None:
+    cache = Cache()
+    one = Request("one", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    two = Request("two", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    for request in (one, two):
+        cache.scheduler.add(request)
+    cache.step()
+    assert not set(one.block_ids()) & set(two.block_ids())
+    assert cache.control.evict(cache.name(1, 2)) == (True, 2, 2, 2, 0)
+    for request in (one, two):
+        cache.scheduler.abort(request)
+        cache.check()
+    assert cache.kv.prefix_map.num_entries == 0
+
+
+def test_a_step_in_flight_publishes_no_evicted_span() -> None:
+    cache = Cache(max_in_flight=2)
+    request = Request("r", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    cache.scheduler.add(request)
+    plan = cache.scheduler.schedule()
+    assert plan is not None
+    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 0, 0, 1, 0)
+    cache.scheduler.update(plan, np.array([9], dtype=np.int32))
+    assert cache.hits(1, 2, 3, 4) == 1
+    ended = cache.scheduler.schedule()
+    cache.scheduler.abort(request)  # its blocks are still written: deferred
+    assert cache.control.evict(cache.name(1, 2)) == (True, 1, 1, 1, 0)
+    assert ended is not None
+    cache.scheduler.update(ended, np.array([9], dtype=np.int32))
+    cache.check()
+    assert cache.kv.prefix_map.num_entries == 0
+
+
+def test_siblings_do_not_hand_an_evicted_span_on() -> None:
+    cache = Cache()
+    siblings = Siblings()
+    one, two = (
+        Request(n, [1, 2, 3, 4, 5, 6, 7], max_tokens=9, ignore_eos=True, siblings=siblings) for n in ("one", "two")
+    )
+    for request in (one, two):
+        cache.scheduler.add(request, ready=request is one)
+    cache.step()
+    cache.control.evict(cache.name(1, 2, 3, 4))
+    cache.scheduler.set_ready(two)
+    plan = cache.step()
+    assert plan is not None and two in plan.joined and plan.num_copies == 0
+    assert two.num_cached_tokens == 2 and two.block_ids()[0] == one.block_ids()[0]
+    assert not set(two.block_ids()[1:]) & set(one.block_ids())
+    for request in (one, two):
+        cache.scheduler.abort(request)
+        cache.check()
+    assert cache.hits(1, 2, 3, 4, 5, 6) == 3  # by what the second one computed
+
+
+def test_after_a_preemption_what_is_computed_again_may_be_cached() -> None:
+    cache = Cache()
+    request = cache.start(1, 2, 3, 4, 5)
+    cache.control.evict(cache.name(1, 2))
+    assert cache.control.reset(force=True) == 0
+    assert request.status == "preempted"
+    cache.step()
+    assert cache.hits(1, 2, 3, 4) == 2
+
+
+def test_a_name_that_ends_inside_a_block_is_degraded_or_refused() -> None:
+    cache = Cache()
+    for last in (3, 4):
+        cache.serve(1, 2, last, 5)
+    name = cache.name(1, 2, 3)
+    assert cache.control.evict(name, require_exact=True) is None
+    assert cache.hits(1, 2, 3, 5) == 2
+    assert cache.control.evict(name) == (False, 2, 0, 0, 0)
+    assert (cache.hits(1, 2, 3, 5), cache.hits(1, 2, 4, 5)) == (1, 1)
+
+
+def test_quarantine_lasts_until_it_is_lifted() -> None:
+    cache = Cache()
+    cache.serve(1, 2, 3, 4, 5, 6)
+    name = cache.name(1, 2, 3, 4, 5, start=2)
+    cache.control.evict(name)
+    assert cache.control.bar(name) and not cache.control.bar(cache.name(1, 2, 3, 4, start=3))
+    for _ in range(2):
+        assert cache.serve(1, 2, 3, 4, 5, 6) == 2
+    assert cache.serve(1, 2, 7, 4, 5, 6) == 2 and cache.hits(1, 2, 7, 4, 5, 6) == 3
+    assert cache.serve(1, 2, 3, 4, 5, 6, salt=b"x") == 0 and cache.hits(1, 2, 3, 4, 5, 6, salt=b"x") == 3
+    assert cache.control.lift(name) and not cache.control.lift(name)
+    cache.serve(1, 2, 3, 4, 5, 6)
+    assert cache.hits(1, 2, 3, 4, 5, 6) == 3
+
+
+def test_pinned_blocks_outlive_any_flood_and_leave_room_for_one_request() -> None:
+    cache = Cache(num_blocks=20, max_model_len=24)
+    assert cache.control.max_pinned_blocks == 19 - 13
+    cache.serve(1, 2, 3, 4, 5, 6, 7, 8)
+    pin_id, count = cache.control.pin(cache.name(1, 2, 3, 4, 5, 6, 7, 8))  # type: ignore[misc]
+    assert count == 4 == cache.control.num_pinned_blocks
+    for i in range(20):
+        cache.serve(100 + i, *range(20))
+    assert cache.hits(1, 2, 3, 4, 5, 6, 7, 8) == 4
+    cache.serve(1, 2, 3, 4, 8, 8, 9, 9, 10, 10)
+    with pytest.raises(ValueError, match="pinning 3 more blocks .* 4 are pinned, 6 may be"):
+        cache.control.pin(cache.name(1, 2, 3, 4, 8, 8, 9, 9, 10, 10))
+    longest = cache.start(*range(40, 62), max_tokens=2)
+    while longest.status != "finished":
+        assert cache.step() is not None
+    assert cache.control.unpin(pin_id) == 4 and cache.control.unpin(pin_id) == 0
+    assert cache.control.num_pinned_blocks == 0 and cache.kv.pool.num_free == 19
+
+
+def test_pins_overlap_and_eviction_breaks_them() -> None:
+    cache = Cache()
+    cache.serve(1, 2, 3, 4, 5, 6)
+    cache.serve(1, 2, 7, 8)
+    pins = [cache.control.pin(cache.name(*ids)) for ids in ((1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (1, 2, 7, 8))]
+    assert [pin[1] for pin in pins if pin] == [2, 3, 2] and cache.control.num_pinned_blocks == 4
+    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 2, 0, 0, 2)
+    cache.check()
+    assert list(cache.control.pins) == ["pin-3"] and cache.control.num_pinned_blocks == 2
+    assert cache.control.pin(cache.name(50, 51)) is None
+    assert cache.control.reset() is None and cache.control.reset(force=True) == 2
+    cache.check()
+    assert cache.control.pins == {}
+
+
+def test_a_forced_reset_changes_no_answer() -> None:
+    """Requests are preempted, compute everything again and go on where they were (B18, INV-38)."""
+    for max_in_flight in (1, 2):
+        cache = Cache(max_in_flight=max_in_flight)
+        requests = [Request(str(i), [i, 2, 3, 4, 5], max_tokens=9, ignore_eos=True) for i in range(3)]
+        for request in requests:
+            cache.scheduler.add(request)
+        in_flight: list[StepPlan] = []
+        for turn in range(200):
+            if turn % 7 == 5:
+                assert cache.control.reset(force=True) is not None
+                assert cache.kv.prefix_map.num_entries == 0
+                cache.check()
+            if len(in_flight) < max_in_flight and (plan := cache.scheduler.schedule()) is not None:
+                assert all(plan.num_computed(i) == 0 for i, r in enumerate(plan.requests) if r in plan.joined)
+                in_flight.append(plan)
+            elif in_flight:
+                plan = in_flight.pop(0)
+                # The answer is a function of what is known so far, as a model's would be.
+                ids = [100 + int(r.num_tokens) for r in plan.sample_requests]
+                cache.scheduler.update(plan, np.array(ids, dtype=np.int32))
+            cache.check()
+        for request in requests:
+            assert request.status == "finished" and request.num_preemptions > 0
+            assert request.output_ids_from(0) == [100 + 5 + i for i in range(9)]
+
+
+def test_prewarmed_blocks_go_first_until_somebody_hits_them() -> None:
+    cache = Cache(num_blocks=14)
+    for ids in ((1, 2, 3, 4), (5, 6, 7, 8)):
+        cache.scheduler.add(Request("w", ids, max_tokens=0, prewarms=True))
+        cache.step()
+    assert cache.serve(1, 2, 3, 4, 5) == 4
+    cache.serve(50, 51, 52, 53)
+    cache.serve(*range(60, 74))  # takes 7: what was never used (13 - 6) ...
+    assert (cache.hits(1, 2, 3, 4), cache.hits(5, 6, 7, 8), cache.hits(50, 51, 52, 53)) == (2, 2, 2)
+    cache.serve(80, 81, 82, 83)  # ... and then the prewarmed ones that nobody hit
+    assert (cache.hits(1, 2, 3, 4), cache.hits(5, 6, 7, 8), cache.hits(50, 51, 52, 53)) == (2, 0, 2)
+
+
+def test_prewarming_what_is_cached_changes_nobody_s_rank() -> None:
+    cache = Cache(num_blocks=14)
+    cache.serve(1, 2, 3, 4)
+    for _ in range(2):
+        cache.scheduler.add(Request("w", [1, 2, 3, 4, 5, 6], max_tokens=0, prewarms=True))
+        cache.step()
+    cache.serve(*range(60, 80))
+    cache.serve(80, 81)
+    assert cache.hits(1, 2, 3, 4, 5, 6) == 2  # only what prewarming added was the first to go
+
+
+@pytest.mark.parametrize("start", [-2, 4])
+def test_a_span_begins_inside_its_name(start: int) -> None:
+    with pytest.raises(ValueError, match=f"start={start} is not a token of a prefix of 4 tokens"):
+        Cache().name(1, 2, 3, 4, start=start)
+
+
+prompts = st.tuples(st.sampled_from([b"", b"t"]), st.lists(st.integers(1, 2), min_size=1, max_size=9).map(tuple))
+
+
+@settings(deadline=None)
+@given(
+    served=st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=7),
+    named=prompts,
+    data=st.data(),
+    quarantine=st.booleans(),
+)
+def test_exactly_the_span_and_what_saw_it_goes(
+    served: list[tuple[tuple[bytes, Ids], bool]], named: tuple[bytes, Ids], data: st.DataObject, quarantine: bool
+) -> None:
+    """A random tree of prefixes, some of them in use, against what the names themselves say."""
+    cache = Cache(num_blocks=200)
+    running = []
+    for (salt, ids), stays in served:
+        if stays:
+            running.append(cache.start(*ids, salt=salt))
+        else:
+            cache.serve(*ids, salt=salt)
+    salt, ids = named
+    start = data.draw(st.integers(0, len(ids) - 1))
+    name = cache.name(*ids, salt=salt, start=start)
+    at = start // BLOCK_SIZE
+    fills = len(ids) >= (at + 1) * BLOCK_SIZE
+    telling = (at + 1) * BLOCK_SIZE if fills else at * BLOCK_SIZE
+    if not fills and at == 0:
+        telling = 0
+
+    def saw(other_salt: bytes, other: Ids) -> bool:
+        """Whether the last block of a prefix holds the span or comes after it."""
+        return other_salt == salt and len(other) > at * BLOCK_SIZE and other[:telling] == ids[:telling]
+
+    prefixes = [
+        (other_salt, other)
+        for other_salt in (b"", b"t")
+        for length in (2, 4, 6, 8)
+        for other in itertools.product((1, 2), repeat=length)
+    ]
+
+    def cached() -> set[tuple[bytes, Ids]]:
+        return {(s, p) for s, p in prefixes if cache.hits(*p, salt=s) == len(p) // BLOCK_SIZE}
+
+    before = cached()
+    done = cache.control.evict(name)
+    if quarantine:
+        cache.control.bar(name)
+    cache.check()
+    after = cached()
+    assert done is not None
+    if fills or at > 0:
+        assert after == {(s, p) for s, p in before if not saw(s, p)}
+    for request in running:
+        cache.scheduler.abort(request)
+        cache.check()
+    if fills:
+        assert not any(saw(s, p) for s, p in cached())
+    if fills and quarantine:
+        for s, p in prefixes[:: 7]:
+            cache.serve(*p, 1, salt=s)
+        assert not any(saw(s, p) for s, p in cached())
+        assert all((s, p) in cached() for s, p in prefixes[:: 7] if not saw(s, p))
