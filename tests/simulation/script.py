@@ -101,6 +101,20 @@ class Reset:
     """Somebody resets the prefix cache."""
 
     at: float
+    force: bool = False
+    """Requests that run are preempted for it."""
+
+
+@dataclass(frozen=True)
+class Govern:
+    """An operator does something to the cached prefix of a request's prompt and answer."""
+
+    at: float
+    name: str
+    what: str
+    """evict, quarantine or pin."""
+    share: float
+    """How much of the prompt and answer is meant."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,7 @@ class DeviceFails:
     at: float
 
 
-Event = Add | Abort | Cancel | Reset | Close | DeviceFails
+Event = Add | Abort | Cancel | Reset | Govern | Close | DeviceFails
 
 
 @dataclass(frozen=True)
@@ -247,13 +261,18 @@ class _Traffic:
         if rng.random() >= self.disturbance:
             return []
         later = round(add.at + rng.choice([0.0, 0.5, 3.0, 10.0, 40.0]) * rng.random(), 3)
-        what = rng.randrange(6)
+        what = rng.randrange(9)
         if what == 0:
             return [Abort(later, add.name)]
         if what == 1:
             return [Cancel(later, add.name)]
         if what == 2:
             return [Reset(later)]
+        if what == 6:
+            return [Reset(later, force=True)]
+        if what > 6:
+            doing = rng.choice(["evict", "quarantine", "pin", "pin"])
+            return [Govern(later, add.name, doing, rng.choice([0.3, 0.7, 1.0]))]
         again = f"{add.name}b"
         if what == 3:  # the same label again in the same tick, with another prompt
             return [Abort(later, add.name), Add(later, again, add.length, 5, stem=add.stem + 1, label=add.name)]

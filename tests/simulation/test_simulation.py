@@ -18,6 +18,7 @@ from tests.simulation.script import (
     Close,
     DeviceFails,
     Event,
+    Govern,
     Reset,
     Script,
     draw_script,
@@ -72,6 +73,12 @@ def test_a_prefix_is_hit_until_it_is_reset() -> None:
     assert counts_of(*events)["hit tokens"] == 16
     assert counts_of(events[0], Reset(5.0), events[1])["hit tokens"] == 0
     assert counts_of(events[0], Add(9.0, "b", 20, 1, shared=20, follows="a", salt="other"))["hit tokens"] == 0
+    assert counts_of(events[0], Govern(5.0, "a", "evict", 0.5), events[1])["hit tokens"] == 8
+
+
+def test_a_forced_reset_preempts_what_runs() -> None:
+    counts = counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Reset(3.5), Reset(5.5, force=True))
+    assert (counts["forced resets"], counts["preempted"], counts["length"]) == (1, 1, 1)
 
 
 def test_a_wrong_token_is_seen_and_shrunk_to_one_request(sometimes_wrong: None) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, EngineError
+from aioengine.fastcore.cache_control import CacheControl
+from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
@@ -27,7 +29,7 @@ from aioengine.runner import StepResult
 from aioengine.types import RequestOutput, SamplingParams
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.device import SimDevice
-from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Options, Reset, Script
+from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Govern, Options, Reset, Script
 from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
 
 
@@ -142,6 +144,9 @@ class _World:
         self.readers: dict[str, asyncio.Task[None]] = {}
         self.labels: dict[str, str] = {}
         """Of the requests whose reader has not ended."""
+        self.salts: dict[str, str] = {}
+        self.barred: list[NamedPrefix] = []
+        """In quarantine from some time on."""
         self.aborted: set[str] = set()
         self.is_over = False
         """The engine was closed or its device failed."""
@@ -150,6 +155,7 @@ class _World:
         """The whole run."""
         loop = asyncio.get_running_loop()
         self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", **self.script.options)
+        self.control = CacheControl(scheduler)
         self.device = SimDevice(scheduler, self.script.step_seconds, self.script.seed)
         self.live = LiveRequests(scheduler, EngineMetrics(_no_stats, "sim"), OneCharTokens(), (EOS,), clock=loop.time)
         self.steps = StepLoop(
@@ -192,6 +198,9 @@ class _World:
         self.report.digest = zlib.crc32(result.token_ids.tobytes(), self.report.digest * 31 + plan.num_tokens)
         self.live.settle(plan, result)
         self.scheduler.check_invariants()
+        self.control.check()
+        for name in self.barred:
+            assert self.control.cached_blocks(name) <= name.span_block, "a span in quarantine is cached (INV-70)"
 
     # ---- the script -------------------------------------------------------------------------------------
 
@@ -219,15 +228,37 @@ class _World:
             case Cancel(name=name):
                 if name in self.readers:
                     self.readers[name].cancel()
-            case Reset():
+            case Reset(force=force):
                 is_free = self.scheduler.num_free_blocks == self.scheduler.num_blocks - 1
-                assert self.scheduler.reset_prefix_cache() == is_free
+                assert (self.control.reset(force=force) is not None) == (is_free or force)
+                assert not (is_free or force) or self.scheduler.kv.prefix_map.num_entries == 0
+                self.report.counts["forced resets"] += force
+            case Govern():
+                self._govern(event)
             case Close():
                 self.is_over = True
                 self.live.fail_all(EngineClosed("closed, as the script wants"))
                 self.steps.stop()
             case DeviceFails():
                 self.is_over = self.device.is_failing = True
+
+    def _govern(self, event: Govern) -> None:
+        """Evicts, bars or pins a prefix of a text; what went must not be hit any more (INV-70)."""
+        if event.name not in self.texts or self.scheduler.kv.hasher is None:
+            return
+        ids = self.texts[event.name][: max(1, int(len(self.texts[event.name]) * event.share))]
+        name = NamedPrefix(
+            pack_token_ids(ids, VOCAB_SIZE), self.scheduler.kv.block_size, cache_salt=self.salts[event.name].encode()
+        )
+        self.report.counts[event.what] += 1
+        if event.what == "pin":
+            if self.control.cached_blocks(name) + self.control.num_pinned_blocks <= self.control.max_pinned_blocks:
+                self.control.pin(name)
+            return
+        self.control.evict(name)
+        assert self.control.cached_blocks(name) <= name.span_block, f"{event} left its span behind (INV-70)"
+        if event.what == "quarantine" and self.control.bar(name):
+            self.barred.append(name)
 
     def _add(self, add: Add) -> None:
         prompt = self._prompt(add)
@@ -265,6 +296,7 @@ class _World:
             return
         assert self._fits(add), f"{add} was taken and can never run"
         self.texts[add.name] = prompt + truths[0].output
+        self.salts[add.name] = add.salt
         self.labels[add.name] = label
         task = self.readers[add.name] = asyncio.create_task(self._read(add, stream, truths))
         task.add_done_callback(lambda task: self._reader_ended(add.name, stream, task))
@@ -346,6 +378,8 @@ class _World:
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
         assert len(self.live) == 0 and not self.labels, "a request is left"
         assert not scheduler.has_work() and scheduler.num_waiting == 0, "the scheduler has work"
+        for pin_id in list(self.control.pins):
+            self.control.unpin(pin_id)
         assert scheduler.num_free_blocks == scheduler.num_blocks - 1, "a block leaked"
         scheduler.check_invariants()
         assert scheduler.reset_prefix_cache() and scheduler.kv.prefix_map.num_entries == 0
