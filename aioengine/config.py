@@ -66,6 +66,9 @@ class CacheConfig:
         "xxh3_128",
         "Block hash: xxh3_128 has a random root per process; sha256 has a fixed one that processes can share.",
     )
+    enable_partial_block_reuse: bool = option(
+        True, "Where a prompt parts from a cached one inside a block, copy the equal tokens instead of computing them."
+    )
     eviction_policy: Literal["lru", "cost"] = option(
         "lru",
         "Cached prefix that goes first: lru the one unused longest, cost the one whose loss costs least "

@@ -144,6 +144,7 @@ class AsyncEngine:
             priority_ageing_s=config.scheduler.priority_ageing_s,
             max_in_flight=max_in_flight,
             root_seed=root_seed,
+            enable_partial_block_reuse=config.cache.enable_partial_block_reuse,
             eviction_policy=config.cache.eviction_policy,
             context_cost=parts.spec.context_cost,
         )

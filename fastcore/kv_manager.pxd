@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.block_pool cimport BlockPool
+from aioengine.fastcore.block_tokens cimport BlockTokens
 from aioengine.fastcore.prefix_map cimport PrefixMap
 from aioengine.fastcore.request cimport Request
 
@@ -12,6 +13,7 @@ cdef class KVManager:
     cdef readonly PrefixMap prefix_map
     cdef readonly int32_t block_size
     cdef readonly BlockHasher hasher          # None: prefix caching is off
+    cdef readonly BlockTokens block_tokens    # None: partial-block reuse is off
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
     cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
@@ -19,6 +21,9 @@ cdef class KVManager:
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1
     cdef int32_t match_cached(self, Request request) except -1
+    cdef int match_tail(self, Request request, int32_t num_hits) except -1
+    cdef int32_t before_barred(self, Request request, int32_t most) except -1
+    cdef bint continues(self, int32_t block_id, Request request, int32_t at) except -1
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
@@ -26,7 +31,7 @@ cdef class KVManager:
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
     cdef int take_hit(self, Request request, int32_t block_id) except -1
-    cdef int end_copy(self, Request request) except -1
+    cpdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cpdef int release(self, Request request) except -1

@@ -5,6 +5,7 @@ from typing import Literal, final
 
 from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.block_tokens import BlockTokens
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.prefix_map import PrefixMap
 from aioengine.fastcore.request import Request
@@ -22,6 +23,8 @@ class KVManager:
     block_size: int
     hasher: BlockHasher | None
     """None while prefix caching is off."""
+    block_tokens: BlockTokens | None
+    """None while partial-block reuse is off."""
     pin_counts: dict[int, int]
     """Pins per pinned block; `CacheControl` writes it."""
     barred: list[NamedPrefix]
@@ -38,14 +41,18 @@ class KVManager:
         root_seed: bytes | None = None,
         eviction_policy: Literal["lru", "cost"] = "lru",
         context_cost: float = 0.0,
+        enable_partial_block_reuse: bool = False,
     ) -> None: ...
     def match(self, request: Request) -> int:
-        """Blocks of the longest cached prefix of a request that has no blocks; takes nothing."""
-    def admit(self, request: Request, num_hits: int, num_tokens: int, copy_source: int = 0) -> bool:
-        """Takes the hits just matched and new blocks to cover `num_tokens`; False changes nothing.
+        """Full blocks of the longest computed prefix of a request that has no blocks; takes nothing.
 
-        The first new block begins as a copy of block `copy_source`, if that is not 0.
+        `Request.num_matched` says how many tokens it has, `Request.copy_source` where those of the last, not full
+        block are.
         """
+    def admit(self, request: Request, num_hits: int, num_tokens: int) -> bool:
+        """Takes what was just matched and new blocks to cover `num_tokens`; False changes nothing."""
+    def end_copy(self, request: Request) -> int:
+        """Lets go of the block that an admitted request copies from, once its step is packed."""
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
     def publish(self, request: Request, num_computed: int) -> int:

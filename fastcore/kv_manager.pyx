@@ -18,11 +18,14 @@ import cython
 
 from libc.string cimport memcpy
 
-from aioengine.fastcore.block_hash cimport CHECKED
+from aioengine.fastcore.block_hash cimport CHECKED, Hash, same_hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
 from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 from aioengine.fastcore.request cimport NO_LIMIT
+
+cdef enum:
+    MOST_CANDIDATES = 64    # cached blocks that are compared token by token with a request's next block
 
 
 @cython.final
@@ -30,6 +33,7 @@ cdef class KVManager:
     def __cinit__(
         self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True,
         str hash_algo="xxh3_128", root_seed=None, str eviction_policy="lru", double context_cost=0.0,
+        bint enable_partial_block_reuse=False,
     ):
         if eviction_policy not in ("lru", "cost"):
             raise ValueError(f"eviction_policy={eviction_policy!r} must be lru or cost")
@@ -43,6 +47,8 @@ cdef class KVManager:
             self.prefix_map.rank_by_cost(block_size, context_cost)
         hasher = BlockHasher(hash_algo, root_seed)
         self.hasher = hasher if enable_prefix_caching else None
+        if enable_prefix_caching and enable_partial_block_reuse:
+            self.block_tokens = BlockTokens(num_blocks, block_size)
 
     cdef bint reads_cache(self, Request request) noexcept:
         # Prompt logits exist only for positions that are computed.
@@ -56,6 +62,8 @@ cdef class KVManager:
         """
         cdef int32_t hits = self.match_cached(request) if self.reads_cache(request) else 0
         self.forget_tail(request, hits)
+        if self.block_tokens is not None and self.reads_cache(request):
+            self.match_tail(request, hits)
         if request.siblings is not None:
             hits = self.match_sibling(request, hits)
         return hits
@@ -75,6 +83,44 @@ cdef class KVManager:
             hits += 1
         return hits
 
+    cdef int match_tail(self, Request request, int32_t num_hits) except -1:
+        """Finds a cached block behind the hits that begins like the request's next one, to be copied (A10).
+
+        The one that shares most of `MOST_CANDIDATES`, the newest first: a popular prefix may have any number of
+        continuations, and this is asked again in each step that the request waits.
+        """
+        cdef int32_t parent = ROOT if num_hits == 0 else request.blocks[num_hits - 1]
+        cdef int32_t start = num_hits * self.block_size
+        cdef const int32_t* tokens = request.tokens + start
+        cdef int32_t end = min(start + self.block_size, request.num_tokens - 1)  # INV-16
+        cdef int32_t most = (self.before_barred(request, end) if self.barred else end) - start
+        cdef int32_t best = 0
+        cdef int32_t candidates = 0
+        cdef int32_t at = self.prefix_map.tree.newest(parent, lane_of(request.first_tail, request.tokens[0]))
+        cdef int32_t common
+        while at != ROOT and candidates < MOST_CANDIDATES and best < most:
+            common = self.block_tokens.num_common(at, tokens, most)
+            if common > best and self.continues(at, request, num_hits):
+                best = common
+                request.copy_source = at
+            at = self.prefix_map.tree.nodes[at].next
+            candidates += 1
+        request.num_matched = start + best
+        return 0
+
+    cdef bint continues(self, int32_t block_id, Request request, int32_t at) except -1:
+        """Whether a cached block would be the request's block `at` if its tokens were the request's.
+
+        Its hash proves what tokens cannot: that it follows the same blocks under the same salt and keys.
+        """
+        cdef Hash expected
+        self.hasher.hash_block(
+            &self.hasher.root if at == 0 else &request.hashes[at - 1],
+            self.block_tokens.of(block_id), self.block_size,
+            request.first_tail if at == 0 else request.later_tail, &expected,
+        )
+        return same_hash(&expected, &self.pool.blocks[block_id].hash)
+
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1:
         """Adds what a sibling has of the prompt to the hits; returns how many full blocks there are then.
 
@@ -87,13 +133,12 @@ cdef class KVManager:
         if source is not None and source.publish_until <= full:
             full = source.publish_until
             shared = full * self.block_size
-        if source is None or shared <= num_hits * self.block_size:
+        if source is None or shared <= request.num_matched:
             return num_hits
         if full > num_hits:
             request.reserve_blocks(full)
             memcpy(request.blocks, source.blocks, full * sizeof(int32_t))
-        if shared % self.block_size:
-            request.copy_source = source.blocks[full]
+        request.copy_source = source.blocks[full] if shared % self.block_size else NULL_BLOCK
         request.num_matched = shared
         return full
 
@@ -157,7 +202,7 @@ cdef class KVManager:
         """One owner more; to prewarm is no use: what it finds keeps its rank and may stay prewarmed."""
         return self.pool.acquire(block_id) if request.prewarms else self.pool.hit(block_id)
 
-    cdef int end_copy(self, Request request) except -1:
+    cpdef int end_copy(self, Request request) except -1:
         """Lets go of the source of a request's copy, once the step is packed or the copy is off."""
         if request.copy_target != NULL_BLOCK:
             self.pool.release(request.copy_source)
@@ -220,6 +265,8 @@ cdef class KVManager:
                     return 0
         if not self.prefix_map.insert(request.blocks[at], &request.hashes[at], parent, lane):
             return 0
+        if self.block_tokens is not None:
+            self.block_tokens.keep(request.blocks[at], request.tokens + <Py_ssize_t> at * self.block_size)
         if request.prewarms:
             self.pool.blocks[request.blocks[at]].flags |= PREWARMED
         return 1
@@ -231,6 +278,14 @@ cdef class KVManager:
             if at == name.span_block and name.is_in(request):
                 return True
         return False
+
+    cdef int32_t before_barred(self, Request request, int32_t most) except -1:
+        """So many of the first `most` tokens of a request come before any quarantined span."""
+        cdef NamedPrefix name
+        for name in self.barred:
+            if name.start < most and name.begins_in(request):
+                most = name.start
+        return most
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""

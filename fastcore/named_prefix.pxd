@@ -11,8 +11,10 @@ cdef class NamedPrefix:
     cdef const int32_t[::1] tokens
     cdef readonly int32_t num_tokens
     cdef readonly int32_t block_size
+    cdef readonly int32_t start         # first token of the span
     cdef readonly int32_t span_block    # block of the table in which the span begins
     cdef int32_t num_telling            # tokens that tell whether somebody has that block
 
     cdef bint is_in(self, Request request) noexcept
+    cdef bint begins_in(self, Request request) noexcept
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1

@@ -19,6 +19,8 @@ class NamedPrefix:
 
     num_tokens: int
     block_size: int
+    start: int
+    """First token of the span."""
     span_block: int
     """Index of the block in which the span begins."""
 

@@ -27,7 +27,7 @@ cdef class NamedPrefix:
             raise ValueError(f"start={start} is not a token of a prefix of {self.num_tokens} tokens")
         self.block_size = block_size
         self.first_tail, self.later_tail = key_tail(extra_keys, cache_salt), key_tail(extra_keys, b"")
-        self.span_block = start // block_size
+        self.start, self.span_block = start, start // block_size
         self.num_telling = min(self.num_tokens, (self.span_block + 1) * block_size)
 
     cdef bint is_in(self, Request request) noexcept:
@@ -36,6 +36,14 @@ cdef class NamedPrefix:
             request.num_tokens >= self.num_telling and request.first_tail == self.first_tail
             and request.later_tail == self.later_tail
             and memcmp(request.tokens, &self.tokens[0], self.num_telling * sizeof(int32_t)) == 0
+        )
+
+    cdef bint begins_in(self, Request request) noexcept:
+        """Whether a request has the first token of the span and all before it."""
+        return (
+            request.num_tokens > self.start and request.first_tail == self.first_tail
+            and request.later_tail == self.later_tail
+            and memcmp(request.tokens, &self.tokens[0], (self.start + 1) * sizeof(int32_t)) == 0
         )
 
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1:

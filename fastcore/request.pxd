@@ -85,8 +85,8 @@ cdef class Request:
     cdef int32_t num_published
     cdef int32_t publish_until                  # blocks from here on hold, or saw, what was evicted by name
     cdef readonly int32_t num_matched           # tokens found by the last match
-    cdef int32_t copy_source                    # block that begins like the next one, 0 = none; and where its
-    cdef int32_t copy_target                    # content goes in the step being made, 0 = not admitted
+    cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
+    cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted
     cdef Hash* hashes                           # of full blocks, computed on demand, kept over preemption
     cdef int32_t hashes_capacity
     cdef int32_t num_hashes

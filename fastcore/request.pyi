@@ -60,6 +60,12 @@ class Request:
     num_preemptions: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache, or at a sibling, when it was admitted first."""
+    num_matched: int
+    """Tokens that the last look for a computed prefix found."""
+    copy_source: int
+    """Block to copy because the prefix ends inside of one; 0 = none."""
+    copy_target: int
+    """Where the copy goes in the step being made; 0 = nowhere."""
     finish_reason: Literal["stop", "length", "abort", "error"] | None
 
     def __init__(

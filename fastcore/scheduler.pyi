@@ -41,6 +41,7 @@ class Scheduler:
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
         eviction_policy: which cached block goes first: the one unused longest, or the least worth.
         context_cost: under the policy cost, what a token of context adds to the cost of computing a token.
+        enable_partial_block_reuse: where prompts part inside a block, copy its equal beginning.
 
     Raises:
         ValueError: a limit that cannot work.
@@ -92,6 +93,7 @@ class Scheduler:
         root_seed: bytes | None = None,
         eviction_policy: Literal["lru", "cost"] = "lru",
         context_cost: float = 0.0,
+        enable_partial_block_reuse: bool = False,
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:

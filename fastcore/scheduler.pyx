@@ -43,6 +43,7 @@ cdef class Scheduler:
         int32_t max_model_len, int32_t max_num_active_seqs=0, int32_t max_num_scheduled_tokens=0,
         str policy="fcfs", bint enable_prefix_caching=True, str hash_algo="xxh3_128",
         str eviction_policy="lru", double context_cost=0.0,
+        bint enable_partial_block_reuse=False,
         bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0,
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
@@ -77,7 +78,8 @@ cdef class Scheduler:
                 f"max_model_len={max_model_len} and long_prefill_token_threshold must be 0"
             )
         self.kv = KVManager(
-            num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost
+            num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
+            enable_partial_block_reuse,
         )
         self.admission = Admission(
             self.kv, full_sequence_must_fit=full_sequence_must_fit, watermark=watermark,

@@ -50,6 +50,7 @@ async def run_all(
     depth: int = 1,
     max_num_seqs: int = 8,
     prefix_caching: bool = True,
+    partial_blocks: bool = False,
     rounds: int = 1,
 ) -> tuple[list[list[int]], Scheduler]:
     """The tokens of all prompts, run together; later rounds find the earlier ones in the prefix cache."""
@@ -66,6 +67,7 @@ async def run_all(
         max_num_batched_tokens=budget,
         max_model_len=128,
         enable_prefix_caching=prefix_caching,
+        enable_partial_block_reuse=partial_blocks,
         max_in_flight=depth,
     )
     launched: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
@@ -104,8 +106,9 @@ async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTra
         {"num_blocks": 24, "budget": 16, "prefix_caching": False},
         {"max_num_seqs": 2, "budget": 9},
         {"rounds": 2},
+        {"rounds": 2, "num_blocks": 30, "budget": 16, "partial_blocks": True},
     ],
-    ids=["chunked", "preempted", "preempted, chunked, uncached", "two rows", "cached"],
+    ids=["chunked", "preempted", "preempted, chunked, uncached", "two rows", "cached", "cached in parts"],
 )
 async def test_scheduling_does_not_change_what_is_sampled(
     checkpoint: tuple[PreTrainedModel, Path], options: dict[str, int], depth: int
@@ -117,4 +120,6 @@ async def test_scheduling_does_not_change_what_is_sampled(
         assert scheduler.num_preemptions_total > 0
     if "rounds" in options:
         assert scheduler.prefix_hit_tokens > 0
+    if "partial_blocks" in options:
+        assert scheduler.prefix_hit_tokens % 4, "no hit ended inside a block"
     assert scheduler.num_free_blocks == scheduler.num_blocks - 1

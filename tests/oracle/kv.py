@@ -126,6 +126,11 @@ class NaiveTable:
     copy_source: int = 0
 
 
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 class NaiveKV:
     """The twin of `KVManager`."""
 
@@ -136,8 +141,10 @@ class NaiveKV:
         enable_prefix_caching: bool = True,
         policy: str = "lru",
         context_cost: float = 0.0,
+        enable_partial_block_reuse: bool = False,
     ) -> None:
         self.pool = NaivePool(num_blocks, policy, block_size, context_cost)
+        self.partial = enable_partial_block_reuse and enable_prefix_caching
         self.block_size = block_size
         self.caching = enable_prefix_caching
 
@@ -156,6 +163,20 @@ class NaiveKV:
                     break
                 hits.append(self.pool.block_of[self.key(table, i)])
         return hits
+
+    def match_tail(self, table: NaiveTable, num_hits: int) -> tuple[int, int]:
+        """(block, tokens): what is cached behind the hits and begins like the next block; (0, 0) if nothing is."""
+        start = num_hits * self.block_size
+        wanted = table.tokens[start:-1]
+        best = (0, 0)
+        if self.partial and table.reads_cache:
+            parent = self.pool.block_of[self.key(table, num_hits - 1)] if num_hits else 0
+            for block_id in reversed(self.pool.children[parent]):
+                extra_keys, cache_salt, *tokens = self.pool.key_of[block_id]
+                if (extra_keys, cache_salt) == (table.extra_keys, table.cache_salt):
+                    common = num_common(tokens[start:], wanted)
+                    best = max(best, (block_id, common), key=lambda found: found[1])
+        return best
 
     def admit(self, table: NaiveTable, hits: list[int], num_tokens: int, copy_source: int = 0) -> bool:
         usable = [b for b in self.pool.free if b not in hits and b != copy_source]

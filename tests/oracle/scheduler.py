@@ -83,6 +83,7 @@ class NaiveScheduler:
     max_num_scheduled_tokens: int = 0
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    enable_partial_block_reuse: bool = False
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     adaptive_long_prefill_threshold: bool = False
@@ -109,7 +110,10 @@ class NaiveScheduler:
     hit_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.kv = NaiveKV(self.num_blocks, self.block_size, self.enable_prefix_caching)
+        partial = self.enable_partial_block_reuse
+        self.kv = NaiveKV(
+            self.num_blocks, self.block_size, self.enable_prefix_caching, enable_partial_block_reuse=partial
+        )
         self.max_num_active_seqs = self.max_num_active_seqs or self.max_num_seqs
         self.max_num_scheduled_tokens = self.max_num_scheduled_tokens or self.max_num_batched_tokens
         self.max_total = min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
@@ -238,8 +242,8 @@ class NaiveScheduler:
         no_row = len(self.running) + len(self.fences) == self.max_num_seqs
         if no_row or sum(given.values()) == self.max_num_scheduled_tokens:
             return "later"
-        hits = self.match(request)
-        for source, num_copied in self.tails(request, hits):
+        hits, tails = self.match(request)
+        for source, num_copied in tails:
             start = len(hits) * self.block_size + num_copied
             num_left = request.known - start
             num_new = clip(num_left, start)
@@ -266,7 +270,7 @@ class NaiveScheduler:
 
     def make_way(self, request: NaiveRequest, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> bool:
         """Preempts the fewest less important requests that would be enough, or nobody."""
-        hits = self.match(request)
+        hits, _ = self.match(request)
         start = len(hits) * self.block_size
         num_left = request.known - start
         num_new = clip(num_left, start)
@@ -336,17 +340,16 @@ class NaiveScheduler:
     def is_computing(self, request: NaiveRequest) -> bool:
         return any(r in request.siblings for r in self.running) and self.source(request) is None
 
-    def match(self, request: NaiveRequest) -> list[int]:
+    def match(self, request: NaiveRequest) -> tuple[list[int], list[tuple[int, int]]]:
+        """Full blocks, and (block to copy, tokens it saves), best first; the last choice is none."""
         hits, source = self.kv.match(request.table), self.source(request)
-        shared = source.table.blocks[: request.shared // self.block_size] if source else []
-        return shared if len(shared) > len(hits) else hits
-
-    def tails(self, request: NaiveRequest, hits: list[int]) -> list[tuple[int, int]]:
-        """(block to copy, tokens it saves), best first; the last choice is none."""
-        source, rest = self.source(request), request.shared - len(hits) * self.block_size
-        if source and 0 < rest < self.block_size:
-            return [(source.table.blocks[len(hits)], rest), (0, 0)]
-        return [(0, 0)]
+        tail = self.kv.match_tail(request.table, len(hits))
+        if source is not None and request.shared > len(hits) * self.block_size + tail[1]:
+            full, rest = divmod(request.shared, self.block_size)
+            if full > len(hits):
+                hits = source.table.blocks[:full]
+            tail = (source.table.blocks[full], rest) if rest else (0, 0)
+        return hits, [tail, (0, 0)] if tail[0] else [(0, 0)]
 
     def preempt(self, request: NaiveRequest) -> None:
         self.running.remove(request)

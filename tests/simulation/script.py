@@ -33,6 +33,7 @@ OPTIONS: Mapping[str, Option] = {
     "policy": Option(["fcfs", "fcfs", "priority"]),
     "enable_prefix_caching": Option([True, True, True, True, False]),
     "hash_algo": Option(["xxh3_128", "xxh3_128", "xxh3_128", "sha256"]),
+    "enable_partial_block_reuse": Option([False, True, True], lambda o: o["enable_prefix_caching"]),
     "eviction_policy": Option(["lru", "lru", "cost"], lambda o: o["enable_prefix_caching"]),
     "context_cost": Option([0.0, 0.01], lambda o: o["eviction_policy"] == "cost"),
     "enable_chunked_prefill": Option([True, True, False], lambda o: o["max_num_batched_tokens"] >= o["max_model_len"]),

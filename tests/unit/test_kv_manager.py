@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
-from tests.oracle.kv import NaiveKV, NaiveTable
+from tests.oracle.kv import NaiveKV, NaiveTable, num_common
 
 
 def compute(kv: KVManager, request: Request, num_tokens: int | None = None) -> int:
@@ -203,9 +203,17 @@ class KVMachine(RuleBasedStateMachine):
         algo=st.sampled_from(["xxh3_128", "sha256"]),
         policy=st.sampled_from(["lru", "cost"]),
         context_cost=st.sampled_from([0.0, 0.3]),
+        partial=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, caching: bool, algo: str, policy: str, context_cost: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        algo: str,
+        policy: str,
+        context_cost: float,
+        partial: bool,
     ) -> None:
         self.kv = KVManager(
             num_blocks,
@@ -214,8 +222,9 @@ class KVMachine(RuleBasedStateMachine):
             algo,  # type: ignore[arg-type]
             eviction_policy=policy,  # type: ignore[arg-type]
             context_cost=context_cost,
+            enable_partial_block_reuse=partial,
         )
-        self.twin = NaiveKV(num_blocks, block_size, caching, policy, context_cost)
+        self.twin = NaiveKV(num_blocks, block_size, caching, policy, context_cost, partial)
         self.live: list[tuple[Request, NaiveTable, int]] = []
 
     @rule(
@@ -232,13 +241,28 @@ class KVMachine(RuleBasedStateMachine):
         table = NaiveTable(list(ids), *keys, reads_cache=not skip)
         hits = self.twin.match(table)
         assert self.kv.match(request) == len(hits)
-        start = len(hits) * self.twin.block_size
+        source, num_common = self.twin.match_tail(table, len(hits))
+        start = len(hits) * self.twin.block_size + num_common
+        assert (request.copy_source, request.num_matched) == (source, start)
+        assert start == self.longest_cached_prefix(table)
         assert start < len(ids)
         until = data.draw(st.integers(start + 1, len(ids)))
-        admitted = self.twin.admit(table, hits, until)
+        admitted = self.twin.admit(table, hits, until, source)
         assert self.kv.admit(request, len(hits), until) == admitted
         if admitted:
+            assert source not in request.block_ids()
+            assert not source or request.copy_target == table.blocks[len(hits)]
+            self.kv.end_copy(request)
+            self.twin.end_copy(table)
             self.live.append((request, table, until))
+
+    def longest_cached_prefix(self, table: NaiveTable) -> int:
+        """By looking at every cached block."""
+        if not (self.twin.caching and table.reads_cache):
+            return 0
+        keys = [key for key in self.twin.pool.block_of if key[:2] == (table.extra_keys, table.cache_salt)]
+        longest = max((num_common(key[2:], table.tokens[:-1]) for key in keys), default=0)
+        return longest if self.twin.partial else longest // self.twin.block_size * self.twin.block_size
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

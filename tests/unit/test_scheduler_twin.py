@@ -33,6 +33,7 @@ OPTIONS: Mapping[str, list[object]] = {
     "max_num_scheduled_tokens": [0, 0, 2, 5],
     "policy": ["fcfs", "priority"],
     "enable_prefix_caching": [True, True, False],
+    "enable_partial_block_reuse": [True, False],
     "enable_chunked_prefill": [True, True, False],
     "long_prefill_token_threshold": [0, 0, 2, 5],
     "adaptive_long_prefill_threshold": [False, True],
