@@ -149,6 +149,7 @@ class CudaRunner:
             for bucket in at_start:
                 forward.prepare(bucket)
             forward.warm_long_chunks(self._max_chunk)
+            forward.warm_copies()
             self._compute.synchronize()
 
     def use_idle_time(self) -> bool:

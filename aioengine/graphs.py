@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aioengine.fastcore.step_buffer import FLAG_PROMPT_LOGITS, VERSION
+from aioengine.fastcore.step_buffer import VERSION, read_step
 from aioengine.kernels import step as layout
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
@@ -36,7 +36,7 @@ from aioengine.model_spec import ModelSpec
 if TYPE_CHECKING:
     from aioengine.models import Model
 
-SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGER_STEPS = ((1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
 """Larger buckets are so far apart up to so many tokens: padding stays below an eighth of a step."""
 
@@ -85,45 +85,19 @@ class StepFacts:
         Raises:
             ValueError: the buffer has another layout than this version knows.
         """
-        header = buffer[: layout.HEADER_WORDS].tolist()
-        if header[layout.VERSION] != VERSION:
-            raise ValueError(f"step buffer of version {header[layout.VERSION]}, expected {VERSION}")
-        num_rows = header[layout.NUM_ROWS]
-        offset = header[layout.OFF_ROWS]
-        rows = buffer[offset : offset + num_rows * layout.ROW_WORDS].reshape(num_rows, layout.ROW_WORDS)
-        index = rows[:, layout.SAMPLE_INDEX]
-        sampled = np.flatnonzero(index >= 0)
-        sampled = sampled[np.argsort(index[sampled], kind="stable")]
-        chosen = rows[sampled]
-        num_new = rows[:, layout.NUM_NEW]
-        max_query_len = int(num_new.max(initial=0))
-        spans: tuple[tuple[int, int], ...] = ()
-        scored = np.flatnonzero(rows[:, layout.FLAGS] & FLAG_PROMPT_LOGITS)
-        if scored.size:
-            spans = tuple((i, int(rows[i, layout.QUERY_START])) for i in scored.tolist())
-        long_rows: tuple[LongRow, ...] = ()
-        if max_query_len >= LONG_CHUNK:
-            long_rows = tuple(
-                LongRow(
-                    i,
-                    int(rows[i, layout.QUERY_START]),
-                    int(num_new[i]),
-                    int(rows[i, layout.NUM_COMPUTED]),
-                )
-                for i in np.flatnonzero(num_new >= LONG_CHUNK).tolist()
-            )
+        longest, lens, rows, outputs, plan_rows, spans, long_rows = read_step(buffer, LONG_CHUNK)
         return cls(
-            num_rows,
-            header[layout.NUM_TOKENS],
-            header[layout.NUM_SAMPLES],
-            max_query_len,
-            num_new.copy(),
-            chosen[:, layout.ROW],
-            chosen[:, layout.NUM_OUTPUT],
-            sampled.astype(np.int32),
-            spans,
-            header[layout.NUM_COPIES],
-            long_rows,
+            int(buffer[layout.NUM_ROWS]),
+            int(buffer[layout.NUM_TOKENS]),
+            int(buffer[layout.NUM_SAMPLES]),
+            longest,
+            lens,
+            rows,
+            outputs,
+            plan_rows,
+            tuple(spans),
+            int(buffer[layout.NUM_COPIES]),
+            tuple(LongRow(*row) for row in long_rows),
         )
 
 

@@ -77,3 +77,24 @@ class StepBuffer:
     def __init__(
         self, num_slots: int, max_rows: int, max_tokens: int, block_size: int, max_table_blocks: int
     ) -> None: ...
+
+def read_step(
+    buffer: npt.NDArray[np.int32], long_chunk: int
+) -> tuple[
+    int,
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int32],
+    list[tuple[int, int]],
+    list[tuple[int, int, int, int]],
+]:
+    """What the host must know of a packed step.
+
+    Returns max_query_len, query_lens [R], then of each sample [N] its persistent row, its position in the output
+    and its plan row; the (plan row, first token) of rows whose prompt is scored; and the (plan row, first token,
+    tokens, context) of rows with `long_chunk` or more new tokens.
+
+    Raises:
+        ValueError: the buffer has another layout than this version knows.
+    """

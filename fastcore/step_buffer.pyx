@@ -214,3 +214,41 @@ cdef inline int32_t pack_copies(int32_t* copies, list joined) except -1:
             copies += C_COPY_WORDS
             count += 1
     return count
+
+
+def read_step(const int32_t[::1] buffer not None, int32_t long_chunk):
+    """What the host must know of a packed step, in one pass over its rows.
+
+    Returns max_query_len, query_lens [R], then of each sample [N] its persistent row, its position in the output
+    and its plan row, all int32; the (plan row, first token) of rows whose prompt is scored; and the
+    (plan row, first token, tokens, context) of rows with `long_chunk` or more new tokens.
+
+    Raises:
+        ValueError: the buffer has another layout than this version knows.
+    """
+    if buffer.shape[0] < C_HEADER_WORDS or buffer[0] != C_VERSION:
+        raise ValueError(f"step buffer of version {buffer[0] if buffer.shape[0] else None}, expected {VERSION}")
+    cdef int32_t num_rows = buffer[2]
+    cdef int32_t num_samples = buffer[4]
+    lens, rows = np.empty(num_rows, np.int32), np.empty(num_samples, np.int32)
+    outputs, plan_rows = np.empty(num_samples, np.int32), np.empty(num_samples, np.int32)
+    cdef int32_t[::1] query_lens = lens
+    cdef int32_t[::1] sample_rows = rows
+    cdef int32_t[::1] sample_outputs = outputs
+    cdef int32_t[::1] sample_plan_rows = plan_rows
+    cdef const int32_t* row = &buffer[0] + buffer[5]
+    cdef int32_t longest = 0
+    cdef list scored = []
+    cdef list long_rows = []
+    cdef int32_t i
+    for i in range(num_rows):
+        query_lens[i] = row[2]
+        longest = max(longest, row[2])
+        if row[5] >= 0:
+            sample_rows[row[5]], sample_outputs[row[5]], sample_plan_rows[row[5]] = row[0], row[6], i
+        if row[4] & C_PROMPT_LOGITS:
+            scored.append((i, row[1]))
+        if row[2] >= long_chunk:
+            long_rows.append((i, row[1], row[2], row[3]))
+        row += C_ROW_WORDS
+    return longest, lens, rows, outputs, plan_rows, scored, long_rows

@@ -290,6 +290,52 @@ def gather_ref(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return kv_cache.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
 
 
+@jit
+def _gather_kernel(
+    out_ptr,
+    kv_cache_ptr,
+    blocks_ptr,
+    stride_kv_block,
+    stride_kv_head,
+    stride_kv_slot,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (KV head, logical block) copies the head's slots of one block."""
+    head, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slots = tl.arange(0, BLOCK_SIZE).to(tl.int64)[:, None]
+    words = tl.arange(0, WIDTH_BLOCK)[None, :]
+    mask = (words < WIDTH) & (slots < BLOCK_SIZE)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    block = tl.load(blocks_ptr + index).to(tl.int64)
+    kv_ptrs = kv_cache_ptr + block * stride_kv_block + head * stride_kv_head + slots * stride_kv_slot + words
+    values = tl.load(kv_ptrs, mask=mask, other=0.0)  # [BLOCK_SIZE, WIDTH_BLOCK]
+    line = ((index * BLOCK_SIZE + slots) * tl.num_programs(0) + head) * WIDTH
+    tl.store(out_ptr + line + words, values, mask=mask)  # [BLOCK_SIZE, WIDTH_BLOCK]
+
+
+def gather(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The tokens of `blocks` [n] in order, token-major: [n * block_size, KH, 2 D]."""
+    require_kernels(kv_cache.device)
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    out = kv_cache.new_empty((blocks.shape[0] * block_size, num_kv_heads, width))
+    _gather_kernel[(num_kv_heads, blocks.shape[0])](
+        out,
+        kv_cache,
+        blocks,
+        *kv_cache.stride()[:3],
+        WIDTH=width,
+        WIDTH_BLOCK=triton.next_power_of_2(width),
+        BLOCK_SIZE=block_size,
+        num_warps=4,
+        **launch_options(kv_cache.device),
+    )
+    return out
+
+
 def _dense(q: torch.Tensor, kv: torch.Tensor, scale: float, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """cuDNN attention of q [n, H, D] over kv [keys, KH, 2D]: output [n, H, D] and log-sum-exp [n, H].
 
@@ -354,7 +400,7 @@ def long_prefill_attention(
     for row in rows:
         num_keys = row.num_context + row.num_covered
         blocks = block_table[row.row, : -(-num_keys // block_size)]
-        kv = gather_ref(kv_cache, blocks)
+        kv = gather(kv_cache, blocks)
         offset = 0
         for size in _cut(row.num_queries):
             tokens = slice(row.first_token + offset, row.first_token + offset + size)
@@ -387,6 +433,7 @@ def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> None:
     out = part.flatten(1)
     running = out.float()
     blocks = torch.zeros(2, dtype=torch.int32, device=part.device)
+    gather(kv_cache, blocks)
     context_attention(part, kv_cache, blocks[1:], block_size, head_dim**-0.5)  # tables begin anywhere
     rest, rest_lse = context_attention(part, kv_cache, blocks, block_size, head_dim**-0.5)
     merged, lse = part, dense_lse

@@ -12,6 +12,7 @@ from aioengine.kernels.attention_prefill import (
     LongRow,
     context_attention,
     context_attention_ref,
+    gather_ref,
     long_prefill_attention,
     merge,
     merge_ref,
@@ -131,3 +132,10 @@ def test_context_attention_sees_every_key(num_keys, dtype, device):
 )
 def test_a_refusal_names_its_reason(arguments, reason):
     assert reason in (unsupported_reason(*arguments) or "")
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 32), (4, 24)])
+def test_gathered_tokens_are_those_of_the_blocks_in_order(block_size, head_dim, dtype, device):
+    kv_cache = torch.randn((9, 3, block_size, 2 * head_dim), device=device).to(dtype)
+    blocks = torch.tensor([7, 1, 8, 1, 3], dtype=torch.int32, device=device)[1:]
+    assert torch.equal(attention_prefill.gather(kv_cache, blocks), gather_ref(kv_cache, blocks))

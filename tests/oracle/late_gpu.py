@@ -179,6 +179,9 @@ class _LateForward:
     def prepare(self, bucket: Any) -> None:
         self.prepared.append(bucket)
 
+    def warm_copies(self) -> None:
+        pass
+
     def warm_long_chunks(self, max_chunk: int) -> None:
         pass
 

@@ -68,6 +68,29 @@ def test_layout_of_a_mixed_step() -> None:
     assert tokens == [-1, -1] and blocks == []
 
 
+def test_what_the_host_reads_of_a_mixed_step() -> None:
+    scheduler = make_scheduler(max_in_flight=3)
+    scheduler.add(Request("a", [10, 11, 12, 13, 14], max_tokens=4))
+    scheduler.add(Request("b", list(range(20, 30)), max_tokens=4, wants_prompt_logits=True))
+
+    def read(long_chunk: int) -> list[object]:
+        return [x.tolist() if isinstance(x, np.ndarray) else x for x in layout.read_step(plan.buffer, long_chunk)]
+
+    plan = next_plan(scheduler)
+    assert read(6) == [7, [5, 7], [0], [0], [0], [(1, 5)], [(1, 5, 7, 0)]]
+    plan = next_plan(scheduler)
+    assert read(3) == [3, [1, 3], [0, 1], [1, 0], [0, 1], [(1, 1)], [(1, 1, 3, 7)]]
+    assert read(4)[-1] == []
+    plan = next_plan(scheduler)
+    assert read(2) == [1, [1, 1], [0, 1], [2, 1], [0, 1], [], []]
+
+
+@pytest.mark.parametrize("words", [0, 16])
+def test_a_step_of_another_version_is_not_read(words: int) -> None:
+    with pytest.raises(ValueError, match="step buffer of version .*, expected"):
+        layout.read_step(np.zeros(words, np.int32), 1)
+
+
 def test_token_known_on_the_host_is_sent() -> None:
     scheduler = make_scheduler()
     scheduler.add(Request("a", [10, 11], max_tokens=4))
