@@ -115,6 +115,11 @@ class SchedulerConfig:
     adaptive_long_prefill_threshold: bool = option(
         False, "Raise the threshold to max_num_batched_tokens divided by the number of requests, if that is more."
     )
+    target_itl_ms: float | None = option(
+        None,
+        "Longest time between two tokens of an answer: prompts get what decodes leave of it in each step, by a step "
+        "time learned while running; by default steps are filled up to the token budget.",
+    )
     max_num_partial_prefills: int | None = option(
         None, "Most prompts in progress over several steps at once; by default there is no limit."
     )
@@ -241,6 +246,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**16),
     "priority_ageing_s": (0, 86400),
+    "target_itl_ms": (0.1, 600000),
     "max_num_scheduled_tokens": (1, 2**20),
     "max_num_active_seqs": (1, 2**16),
     "long_prefill_token_threshold": (0, 2**31 - 1),
@@ -439,7 +445,12 @@ def _long_prefill_threshold(scheduler: SchedulerConfig, max_model_len: int) -> i
     threshold, partial = scheduler.long_prefill_token_threshold, scheduler.max_num_partial_prefills
     long = scheduler.max_long_partial_prefills
     if not scheduler.enable_chunked_prefill:
-        for name in ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"):
+        for name in (
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "target_itl_ms",
+        ):
             if getattr(scheduler, name):
                 raise InvalidConfig(f"{name}={getattr(scheduler, name)} needs chunked prefill", param=name)
     if threshold == 0 and partial is not None and partial > 1:

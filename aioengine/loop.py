@@ -155,8 +155,10 @@ class StepLoop:
         result = oldest.done.result()
         self._in_flight.popleft()
         self.num_steps += 1
-        self.last_progress_s = self._clock()
+        before_s, self.last_progress_s = self.last_progress_s, self._clock()
         self._observe_step_s(self.last_progress_s - oldest.launched_s)
+        # From settlement to settlement is what a reader waits, whether steps overlap or not.
+        self._scheduler.observe_step(oldest.plan, self.last_progress_s - before_s)
         self._settle(oldest.plan, result)
 
     async def abandon(self) -> None:

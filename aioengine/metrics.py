@@ -77,6 +77,8 @@ class EngineStats:
     num_urgent_preemptions: int
     """Those of them that made way for a more important request that waited."""
     num_steps: int
+    step_cost: dict[str, float] | None
+    """What the engine has learned about the time of its steps, seconds per unit; None without target_itl_ms."""
     prompt_tokens: int
     generation_tokens: int
     num_requests_finished: dict[str, int]
@@ -142,6 +144,8 @@ class EngineMetrics:
             "num_urgent_preemptions", "Those preempted for a more important request", stats.num_urgent_preemptions
         )
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
+        for name, value in (stats.step_cost or {}).items():
+            yield self._gauge(f"step_cost_{name}", "Learned model of step times, seconds per unit", value)
         polled_s = stats.completion_poll_s
         yield self._counter("completion_poll_seconds", "Time the loop was kept awake to ask the device", polled_s)
         yield self._counter("prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)

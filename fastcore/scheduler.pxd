@@ -6,6 +6,7 @@ from aioengine.fastcore.kv_manager cimport KVManager
 from aioengine.fastcore.queues cimport WaitQueue
 from aioengine.fastcore.request cimport Request
 from aioengine.fastcore.rows cimport RowPool
+from aioengine.fastcore.step_cost cimport StepCost
 from aioengine.fastcore.step_buffer cimport RowRecord, StepBuffer, StepPlan
 
 
@@ -47,6 +48,7 @@ cdef class Scheduler:
     cdef bint by_priority
     cdef double ageing_s
     cdef bint chunked_prefill
+    cdef StepCost cost                    # None: no target
     cdef object clock
 
     # The step being made.
@@ -77,7 +79,9 @@ cdef class Scheduler:
     cdef int call_back(self) except -1
     cdef int leave_aside(self, Request request) except -1
     cdef int32_t threshold_of_step(self) except -1
-    cdef int32_t new_tokens(self, Request request) noexcept
+    cdef int pace(self) except -1
+    cdef int64_t tokens_left(self, Request request) noexcept
+    cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
     cdef int preempt(self, Request victim) except -1
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1

@@ -36,6 +36,8 @@ class Scheduler:
             still need.
         watermark: share of the blocks that must stay free when a request is admitted while others run.
         priority_ageing_s: seconds of waiting that make a request one level more important; 0 = never.
+        target_itl_s: how long a step may take while somebody waits for a next token; prompts get what decodes
+            leave of it, by step times that `observe_step` reports. 0 = as long as its tokens take.
         max_in_flight: most steps (1 to 4) that may be launched and not yet updated.
         clock: seconds, for ageing and `Request.scheduled_s`.
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
@@ -88,6 +90,7 @@ class Scheduler:
         full_sequence_must_fit: bool = False,
         watermark: float = 0.0,
         priority_ageing_s: float = 0.0,
+        target_itl_s: float = 0.0,
         max_in_flight: int = 1,
         clock: Callable[[], float] = ...,
         root_seed: bytes | None = None,
@@ -134,6 +137,10 @@ class Scheduler:
             RuntimeError: the plan is not the oldest step in flight.
             ValueError: the number of tokens is wrong, or one is negative. Nothing has changed then.
         """
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Says how long a step took, from the settlement before it to its own; before its `update`."""
+    def step_cost_stats(self) -> dict[str, float] | None:
+        """What was learned about the time of steps, see `StepCost.stats`; None without a target."""
     def has_work(self) -> bool:
         """Whether anything runs, waits (not held) or is in flight."""
     def reset_prefix_cache(self, *, force: bool = False) -> bool:

@@ -17,6 +17,7 @@ import cython
 
 from aioengine.fastcore.preemption cimport least_important, victims_for
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
+from aioengine.fastcore.step_cost cimport is_decode
 
 
 cpdef int32_t clip_tokens(
@@ -47,7 +48,7 @@ cdef class Scheduler:
         bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0,
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
-        double priority_ageing_s=0.0, int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
+        double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
     ):
         max_num_scheduled_tokens = max_num_scheduled_tokens or max_num_batched_tokens
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1 or long_prefill_token_threshold < 0:
@@ -67,6 +68,10 @@ cdef class Scheduler:
             raise ValueError(
                 f"priority_ageing_s={priority_ageing_s} must lie between 0 and 1e9, and be 0 without the "
                 "priority policy"
+            )
+        if not 0 <= target_itl_s < 1e6 or (target_itl_s > 0 and not enable_chunked_prefill):
+            raise ValueError(
+                f"target_itl_s={target_itl_s} must lie between 0 and 1e6, and be 0 without chunked prefill"
             )
         if not 1 <= max_in_flight <= 4:
             raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
@@ -90,6 +95,8 @@ cdef class Scheduler:
         self.waiting = WaitQueue(long_prefill_token_threshold if limits_partial else 0)
         self.by_priority = policy == "priority"
         self.ageing_s = priority_ageing_s
+        if target_itl_s > 0:
+            self.cost = StepCost(target_itl_s, max(1, max_num_scheduled_tokens // 64))
         self.rows = RowPool(max_num_seqs)
         self.running, self.held, self.deferred, self.in_flight = [], [], [], []
         self.expecting = []
@@ -209,6 +216,8 @@ cdef class Scheduler:
         self.budget = self.max_num_scheduled_tokens
         self.num_victims = 0
         self.threshold = self.threshold_of_step() if self.long_prefill_threshold > 0 else 0
+        if self.cost is not None:
+            self.pace()
         if self.schedule_running() and (len(self.waiting) > 0 or self.expecting):
             self.call_back()
             self.schedule_waiting()
@@ -217,6 +226,8 @@ cdef class Scheduler:
         if not self.scheduled:
             return None
         self.last_step += 1
+        if self.cost is not None:
+            self.cost.note(self.last_step, self.scheduled)
         cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.rows.take_left())
         cdef Request request
         if plan.num_copies:
@@ -234,6 +245,17 @@ cdef class Scheduler:
             return max(self.long_prefill_threshold, <int32_t> (self.max_num_batched_tokens // num_eligible))
         return self.long_prefill_threshold
 
+    cdef int pace(self) except -1:
+        """Starts the time budget of a step: what the decodes leave of the target is for prompts."""
+        cdef int64_t num_decodes = 0
+        cdef int64_t context = 0
+        cdef Request request
+        for request in self.running:
+            if is_decode(request, self.tokens_left(request)):
+                num_decodes += 1
+                context += request.num_computed_tokens + 1
+        return self.cost.begin(num_decodes, context, self.budget - num_decodes)
+
     cdef bint schedule_running(self) except -1:
         """Gives tokens to running requests in order; returns whether others may be admitted (INV-30)."""
         cdef Py_ssize_t at = 0
@@ -241,9 +263,16 @@ cdef class Scheduler:
         cdef Request request
         cdef RoomOutcome outcome
         cdef int32_t num_new, target
+        cdef bint is_paced
         while at < len(self.running) and self.budget > 0:
             request = <Request> self.running[at]
-            num_new = self.new_tokens(request)
+            num_new = clip_tokens(
+                self.tokens_left(request), self.threshold, self.budget, request.num_computed_tokens,
+                self.max_model_len,
+            )
+            is_paced = self.cost is not None and not is_decode(request, num_new)
+            if is_paced:
+                num_new = self.cost.fit(request.num_computed_tokens, num_new)
             if num_new == 0:
                 at += 1
                 continue
@@ -256,24 +285,28 @@ cdef class Scheduler:
                     waits = True
                     at += 1
                     continue
+            if is_paced:
+                self.cost.spend(request.num_computed_tokens, num_new)
             request.step_tokens = num_new
             self.budget -= num_new
             self.scheduled.append(request)
             at += 1
         return self.num_victims == 0 and not waits
 
-    cdef int32_t new_tokens(self, Request request) noexcept:
-        """Tokens for a running request: known + in flight - computed (C9), clipped (C10)."""
+    cdef int64_t tokens_left(self, Request request) noexcept:
+        """Tokens that a running request could compute now: known + in flight - computed (C9)."""
         cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
-        cdef int64_t num_new = known - request.num_computed_tokens
         # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
         if request.num_in_flight > 0 and (
             known - request.num_prompt_tokens >= request.max_tokens or known >= self.max_total
         ):
             return 0
-        return clip_tokens(
-            num_new, self.threshold, self.budget, request.num_computed_tokens, self.max_model_len
-        )
+        return known - request.num_computed_tokens
+
+    cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept:
+        """Tokens of a request's first chunk, by what is left of this step."""
+        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        return num_new if self.cost is None else self.cost.fit(start, num_new)
 
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
         """Gets blocks for a running request, from victims if need be; `at` is its index in `running`."""
@@ -360,8 +393,8 @@ cdef class Scheduler:
         num_left = request.num_tokens - start
         # What else could keep it out must not do so once the victims are gone: it has the tokens left now, and
         # perhaps some of theirs.
-        num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
-        if num_new < num_left and not self.chunked_prefill:
+        num_new = self.newcomer_tokens(num_left, start)
+        if num_new < num_left and not self.chunked_prefill or (num_new == 0 and self.budget > 0):
             return False
         if self.admission.is_partial_blocked(num_left, num_new):
             return False
@@ -407,9 +440,9 @@ cdef class Scheduler:
     cdef AdmitOutcome try_matched(self, Request request, int32_t num_hits) except *:
         cdef int32_t start = request.num_matched
         cdef int32_t num_left = request.num_tokens - start
-        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        cdef int32_t num_new = self.newcomer_tokens(num_left, start)
         cdef int32_t join_blocks = self.kv.blocks_for(start + num_new)
-        if num_new < num_left and not self.chunked_prefill:
+        if num_new == 0 or (num_new < num_left and not self.chunked_prefill):
             return NOT_NOW
         if self.admission.is_partial_blocked(num_left, num_new):
             return TOO_MANY_PARTIAL
@@ -420,6 +453,8 @@ cdef class Scheduler:
         if not self.kv.admit(request, num_hits, start + num_new):
             raise AssertionError(f"{request!r} passed the gates, but there are too few blocks")
         self.join_blocks -= join_blocks
+        if self.cost is not None:
+            self.cost.spend(start, num_new)
         self.admit(request, num_new)
         self.admission.count(request)
         return ADMITTED
@@ -501,6 +536,11 @@ cdef class Scheduler:
         self.drain_deferred()
         return changed
 
+    def observe_step(self, StepPlan plan not None, double seconds):
+        """Says how long a step took, from the settlement before it to its own."""
+        if self.cost is not None:
+            self.cost.observe(plan.step_id, seconds)
+
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
         cdef int32_t reached = record.num_computed + record.num_new
@@ -578,6 +618,10 @@ cdef class Scheduler:
             self.preempt(<Request> self.running.pop())
         self.kv.forget(self.deferred)
         return True
+
+    def step_cost_stats(self):
+        """What was learned about the time of steps; None without a target."""
+        return None if self.cost is None else self.cost.stats()
 
     @property
     def num_running(self):

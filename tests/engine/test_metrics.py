@@ -90,3 +90,17 @@ async def test_the_lag_of_the_loop_is_measured_while_requests_run(make_engine: M
         found = samples(engine)
         assert found["event_loop_lag_seconds_count"] > 0
         assert found["event_loop_lag_p99_seconds"] == engine.stats().loop_lag_p99_s
+
+
+async def test_the_learned_time_of_steps_is_shown_and_answers_stay_the_same(make_engine: MakeEngine) -> None:
+    prompts = [f"{n}: " + "abcdefgh" * (n % 20) for n in range(12)]
+    async with make_engine() as engine:
+        assert engine.stats().step_cost is None
+        plain = await ask_all(engine, prompts)
+    async with make_engine(target_itl_ms=2.0, max_num_batched_tokens=64, async_scheduling=True) as engine:
+        paced = await ask_all(engine, prompts)
+        stats, found = engine.stats(), samples(engine)
+        assert stats.step_cost is not None and stats.step_cost["num_observed"] == stats.num_steps > 0
+        assert found["step_cost_target_s"] == 0.002
+        assert found["step_cost_per_prompt_token_s"] == pytest.approx(stats.step_cost["per_prompt_token_s"])
+    assert [a.token_ids for a in paced] == [a.token_ids for a in plain]

@@ -53,6 +53,8 @@ WHOLE = {"enable_chunked_prefill": False}
         ),
         ({**WHOLE, "long_prefill_token_threshold": 5}, "long_prefill_token_threshold", "needs chunked prefill"),
         ({**WHOLE, "max_num_partial_prefills": 5}, "max_num_partial_prefills", "needs chunked prefill"),
+        ({**WHOLE, "target_itl_ms": 20.0}, "target_itl_ms", "needs chunked prefill"),
+        ({"target_itl_ms": 0.0}, "target_itl_ms", "must lie between 0.1 and 600000"),
         ({"max_long_partial_prefills": 1}, "max_long_partial_prefills", "needs long_prefill_token_threshold"),
         ({"adaptive_long_prefill_threshold": True}, "adaptive_long_prefill_threshold", "needs long_prefill_token_"),
         (
