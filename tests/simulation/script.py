@@ -51,6 +51,9 @@ OPTIONS: Mapping[str, Option] = {
     "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
 }
 
+SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_in_flight")
+"""Options that have no usual value."""
+
 
 @dataclass(frozen=True)
 class Add:
@@ -174,21 +177,26 @@ def draw_script(seed: int, num_steps: int) -> Script:
     rng = random.Random(seed)
     options = draw_options(rng)
     step_seconds = rng.choice([(1.0,), (0.0,), (0.0, 1.0), (0.2, 1.0, 4.0), (0.5, 0.5, 0.5, 20.0)])
-    events = _draw_events(rng, options, num_steps)
+    traffic = _Traffic(rng, options)
+    if rng.random() < 0.6:  # a pool that a few requests fill
+        num_tokens = traffic.typical_tokens() * rng.choice([1.0, 1.5, 2.5, 4.0])
+        options["num_blocks"] = 2 + int(num_tokens / options["block_size"])
+    events = _draw_events(rng, traffic, num_steps)
     return Script(options, tuple(events), step_seconds, seed)
 
 
 def draw_options(rng: random.Random) -> Options:
-    """Options that may stand together."""
+    """Options that may stand together; in half of all runs few of them are unusual."""
+    unusual = rng.choice([0.2, 1.0])
     options: Options = {}
     for name, option in OPTIONS.items():
         value = rng.choice(option.values)
-        options[name] = value if option.needs(options) else option.values[0]
+        is_free = option.needs(options) and (name in SIZES or rng.random() < unusual)
+        options[name] = value if is_free else option.values[0]
     return options
 
 
-def _draw_events(rng: random.Random, options: Options, num_steps: int) -> list[Event]:
-    traffic = _Traffic(rng, options)
+def _draw_events(rng: random.Random, traffic: _Traffic, num_steps: int) -> list[Event]:
     events: list[Event] = []
     now, work = 0.0, 0.0
     while work < num_steps:
@@ -218,15 +226,15 @@ class _Traffic:
         self.max_len = options["max_model_len"]
         self.priorities = rng.choice([0, 1, 3]) if options["policy"] == "priority" else 0
         self.budget = options["max_num_batched_tokens"]
-        self.pool_tokens = (options["num_blocks"] - 1) * options["block_size"]
+        self.options = options
         self.max_num_seqs = options["max_num_seqs"]
         self.burst = rng.choice([0.0, 0.3, 0.8])
-        self.load = rng.choice([0.4, 0.9, 1.3, 3.0])
+        self.load = rng.choice([0.5, 1.2, 2.0, 5.0])
         self.disturbance = rng.choice([0.0, 0.1, 0.1, 0.4])
         self.num_stems = rng.choice([1, 2, 5, 50])
         self.salts = rng.choice([[""], ["", "", "a"], ["a", "b", "c"]])
         self.lengths = rng.choice([(1, 6), (1, 30), (10, 40), (20, 120)])
-        self.outputs = rng.choice([(1, 4), (1, 20), (10, 60)])
+        self.outputs = rng.choice([(1, 4), (1, 20), (10, 60), (20, 60)])
         self.names: list[str] = []
 
     def arrive(self, now: float) -> Add:
@@ -282,8 +290,13 @@ class _Traffic:
             return [Add(later, again, add.length, add.max_tokens, leaves_after=rng.randint(1, 4))]
         return [Add(later, again, add.length, add.max_tokens, fails_at=rng.randint(1, 6))]
 
+    def typical_tokens(self) -> float:
+        """Prompt and output of a common request."""
+        return min(self.max_len, (sum(self.lengths) + sum(self.outputs)) / 2)
+
     def steps_of(self, add: Add) -> float:
         """About how many steps a request costs while others share them."""
         tokens = add.length + add.max_tokens
-        at_once = max(1.0, min(self.max_num_seqs, self.pool_tokens / tokens, self.budget))
+        pool_tokens = (self.options["num_blocks"] - 1) * self.options["block_size"]
+        at_once = max(1.0, min(self.max_num_seqs, pool_tokens / tokens, self.budget))
         return add.n * max(add.max_tokens / at_once, tokens / self.budget, 0.3)

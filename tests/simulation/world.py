@@ -33,6 +33,10 @@ from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Even
 from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
 
 
+SMALL_POOL = 64
+"""Blocks up to which the order of the free list is checked after every step."""
+
+
 @dataclass
 class Report:
     """What a run amounts to. `digest` is equal for equal runs."""
@@ -201,6 +205,22 @@ class _World:
         self.control.check()
         for name in self.barred:
             assert self.control.cached_blocks(name) <= name.span_block, "a span in quarantine is cached (INV-70)"
+        if self.scheduler.num_blocks <= SMALL_POOL:
+            self._check_order_of_eviction()
+
+    def _check_order_of_eviction(self) -> None:
+        """What is cached goes after what is not, and under LRU a block goes before the one it continues (INV-23)."""
+        pool, tree = self.scheduler.kv.pool, self.scheduler.kv.prefix_map.tree
+        free = pool.free_ids()
+        num_unhashed = next((i for i, block_id in enumerate(free) if pool.is_hashed(block_id)), len(free))
+        cached = free[num_unhashed:]
+        assert all(map(pool.is_hashed, cached)), f"{free}: a block without content goes after one with it (INV-23)"
+        if self.script.options["eviction_policy"] == "lru":
+            gone: set[int] = set()
+            for block_id in cached:
+                parent = tree.parent_of(block_id)
+                assert parent not in gone, f"block {parent} goes before {block_id}, which continues it (INV-23)"
+                gone.add(block_id)
 
     # ---- the script -------------------------------------------------------------------------------------
 

@@ -1,0 +1,292 @@
+"""Faults put into the code on purpose: `python -m tests.simulation.mutations` shows that the simulation sees them.
+
+Each one is a change of one place. It is made in a copy, the one extension module concerned is compiled again, and a
+process that imports the copy runs seeds until a rule is broken. A fault that no longer applies, or that
+nobody notices, makes the command fail. Needs Cython and a C compiler and takes minutes, so pytest does not
+run it. The installed package must be that of this checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aioengine
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(aioengine.__file__).parent
+LIMIT_S = 300.0
+NUM_SEEDS = 400
+NUM_STEPS = 200
+CYTHON_ARGS = (
+    "-3", "-Xfreethreading_compatible=False", "-Xcdivision=True", "-Xinitializedcheck=False",
+    "-Xboundscheck=False", "-Xwraparound=False",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `path`, `right` stands exactly once and becomes `wrong`."""
+
+    what: str
+    path: str
+    right: str
+    wrong: str
+
+
+FAULTS = (
+    Fault(
+        "skip the touch of hit blocks",
+        "fastcore/kv_manager.pyx",
+        "            self.pool.hit(request.blocks[i])\n",
+        "            pass\n",
+    ),
+    Fault("count free hits as free", "fastcore/kv_manager.pyx", "- num_hits + free_hits -", "- num_hits -"),
+    Fault(
+        "let a hit cover the last token",
+        "fastcore/kv_manager.pyx",
+        "most = (request.num_tokens - 1) // self.block_size",
+        "most = request.num_tokens // self.block_size",
+    ),
+    Fault(
+        "publish a partial block",
+        "fastcore/kv_manager.pyx",
+        "cdef int32_t full = num_computed // self.block_size",
+        "cdef int32_t full = self.blocks_for(num_computed)",
+    ),
+    Fault(
+        "keep the map entry of a block that is taken",
+        "fastcore/kv_manager.pyx",
+        "            if self.pool.blocks[block_id].flags & HASHED:\n                self",
+        "            if False:\n                self",
+    ),
+    Fault(
+        "hash without the parent",
+        "fastcore/kv_manager.pyx",
+        "&self.hasher.root if i == 0 else &request.hashes[i - 1],",
+        "&self.hasher.root,",
+    ),
+    Fault(
+        "release the shallowest block first",
+        "fastcore/kv_manager.pyx",
+        "for i in range(request.num_blocks - 1, -1, -1):",
+        "for i in range(request.num_blocks):",
+    ),
+    Fault(
+        "hash without the salt", "fastcore/request.pyx", "key_tail(extra_keys, cache_salt)", 'key_tail(extra_keys, b"")'
+    ),
+    Fault(
+        "free a block that has another owner",
+        "fastcore/block_pool.pyx",
+        "        if block.num_refs > 0:\n            return 0\n        if CHECKED and not",
+        "        if block.num_refs > 1:\n            return 0\n        if CHECKED and not",
+    ),
+    Fault(
+        "leave a block that is hit in the free list",
+        "fastcore/block_pool.pyx",
+        "        if block.num_refs == 0:\n            unlink(self.blocks, block_id)\n",
+        "        if block.num_refs == 0:\n",
+    ),
+    Fault(
+        "return cached blocks at the wrong end",
+        "fastcore/block_pool.pyx",
+        "        if not block.flags & HASHED:\n            link(",
+        "        if True:\n            link(",
+    ),
+    Fault("forget a returned block", "fastcore/block_pool.pyx", "        self.enlist(block_id)\n        self.num_free += 1\n", ""),
+    Fault(
+        "admit after a preemption",
+        "fastcore/scheduler.pyx",
+        "return self.num_victims == 0 and not waits",
+        "return not waits",
+    ),
+    Fault("keep the budget of a victim", "fastcore/scheduler.pyx", "        self.budget += victim.step_tokens\n", ""),
+    Fault("keep the computed tokens of a victim", "fastcore/scheduler.pyx", "        victim.num_computed_tokens = 0\n", ""),
+    Fault("keep the sent table of a victim", "fastcore/scheduler.pyx", "        victim.num_sent_blocks = 0\n", ""),
+    Fault(
+        "publish what a victim had computed",
+        "fastcore/scheduler.pyx",
+        "if record.epoch == request.num_preemptions:",
+        "if True:",
+    ),
+    Fault(
+        "free the blocks of a step in flight",
+        "fastcore/scheduler.pyx",
+        "if request.num_blocks and request.last_step > self.last_updated:",
+        "if False:",
+    ),
+    Fault(
+        "never free what waited for a step in flight",
+        "fastcore/scheduler.pyx",
+        "                if request.last_step <= self.last_updated:\n                    self.kv.release(request)",
+        "                if request.last_step < self.last_updated - 99999:\n                    self.kv.release(request)",
+    ),
+    Fault(
+        "one token more than asked for",
+        "fastcore/scheduler.pyx",
+        "known - request.num_prompt_tokens >= request.max_tokens",
+        "known - request.num_prompt_tokens > request.max_tokens",
+    ),
+    Fault(
+        "admit a victim whose tokens are in flight",
+        "fastcore/scheduler.pyx",
+        "if request is None or request.num_in_flight > 0:",
+        "if request is None:",
+    ),
+    Fault("no fence for rows", "fastcore/rows.pyx", "if fence <= last_updated:", "if True:"),
+    Fault("lose a row", "fastcore/rows.pyx", "self.num_fenced = kept", "self.num_fenced = 0 * kept"),
+    Fault("the last come first", "fastcore/request.pxd", "a.arrival < b.arrival", "a.arrival > b.arrival"),
+    Fault(
+        "send a block table with a gap",
+        "fastcore/step_buffer.pyx",
+        "    request.num_sent_blocks = request.num_blocks\n",
+        "    request.num_sent_blocks = request.num_blocks + 1\n",
+    ),
+    Fault(
+        "use a step buffer again too early",
+        "fastcore/step_buffer.pyx",
+        "cdef Py_ssize_t slot = step_id % self.num_slots",
+        "cdef Py_ssize_t slot = 0",
+    ),
+    Fault("break the links of the prefix map", "fastcore/prefix_map.pyx", "self.slots[hole] = self.slots[at]", "pass"),
+    Fault(
+        "an abort that frees nothing",
+        "aioengine/live.py",
+        "                self._scheduler.finish(choice.request, reason)\n                self._end_choice",
+        "                self._end_choice",
+    ),
+    Fault(
+        "run on after a stop text",
+        "aioengine/live.py",
+        '                    self._scheduler.finish(request, "stop")',
+        "                    pass",
+    ),
+    Fault("deliver tokens twice", "aioengine/outputs.py", "= num_delivered + len(new_ids)", "= num_delivered"),
+    Fault(
+        "a last output that wakes nobody",
+        "aioengine/outputs.py",
+        "        if not self._is_queued and not stream.is_closed:\n            self._is_queued = True\n"
+        "            stream._wake(self)\n",
+        "",
+    ),
+    Fault("do not ring when a step is over", "aioengine/loop.py", "        done.add_done_callback(self._ring)\n", ""),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tries all faults, or those whose description contains a word; returns the exit code."""
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations", description=__doc__)
+    parser.add_argument("--only", default="", help="Only faults whose description or file contains this.")
+    args = parser.parse_args(argv)
+    faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.path}"]
+    console = Console()
+    table = Table("fault", "file", "seen as", "s", title=f"{len(faults)} faults", title_justify="left")
+    num_missed = 0
+    with tempfile.TemporaryDirectory(prefix="aioengine-mutations-") as folder:
+        for fault in track(faults, "trying", console=console):
+            begun = time.monotonic()
+            is_seen, how = try_fault(fault, Path(folder))
+            num_missed += not is_seen
+            style = None if is_seen else "bold red"
+            table.add_row(fault.what, Path(fault.path).name, how, f"{time.monotonic() - begun:.0f}", style=style)
+    console.print(table)
+    console.print(f"{len(faults) - num_missed} of {len(faults)} faults were seen")
+    return 1 if num_missed else 0
+
+
+def try_fault(fault: Fault, folder: Path) -> tuple[bool, str]:
+    """Whether the simulation sees a fault, and how."""
+    copy = folder / "aioengine"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = ROOT / fault.path
+    text = source.read_text(encoding="utf-8")
+    if text.count(fault.right) != 1:
+        return False, f"applies {text.count(fault.right)} times: write it anew"
+    changed = text.replace(fault.right, fault.wrong)
+    if source.suffix == ".py":
+        (copy / source.name).write_text(changed, encoding="utf-8")
+    else:
+        for name in [source.stem] if source.suffix == ".pyx" else users_of(source):
+            compile_module(name, {source.name: changed}, folder, copy / "fastcore")
+    return run_seeds(folder)
+
+
+def users_of(header: Path) -> list[str]:
+    """Modules compiled from a header that holds code, its own among them."""
+    word = f"aioengine.fastcore.{header.stem} cimport"
+    own = [header.stem]
+    return own + [path.stem for path in sorted((ROOT / "fastcore").glob("*.pyx")) if word in path.read_text()]
+
+
+def compile_module(name: str, changed: dict[str, str], folder: Path, target: Path) -> None:
+    """Builds one extension module of the core from sources with changes, in place of the copy's."""
+    sources = folder / "sources" / "aioengine" / "fastcore"
+    shutil.rmtree(folder / "sources", ignore_errors=True)
+    sources.mkdir(parents=True)
+    (sources.parent / "__init__.pxd").touch()
+    for path in (ROOT / "fastcore").glob("*.p*x*"):
+        (sources / path.name).write_text(changed.get(path.name, path.read_text(encoding="utf-8")), encoding="utf-8")
+    c_file = folder / f"{name}.c"
+    module = f"aioengine.fastcore.{name}"
+    subprocess.run(
+        [sys.executable, "-m", "cython", *CYTHON_ARGS, "-I", folder / "sources", "--module-name", module,
+         sources / f"{name}.pyx", "-o", c_file],
+        check=True,
+    )  # fmt: skip
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    include = sysconfig.get_paths()["include"]
+    compiler = os.environ.get("CC", "cc").split()
+    subprocess.run(
+        [*compiler, "-shared", "-fPIC", "-O1", "-w", "-DNDEBUG", f"-I{include}", c_file, "-o", target / f"{name}{suffix}"],
+        check=True,
+    )
+
+
+def run_seeds(folder: Path) -> tuple[bool, str]:
+    """Runs seeds in a process that imports the changed package."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({str(ROOT)!r})\n"
+        "import aioengine; from tests.simulation.mutations import first_violation\n"
+        f"assert aioengine.__file__.startswith({str(folder)!r}), aioengine.__file__\n"
+        "print(first_violation())"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=folder
+        )
+    except subprocess.TimeoutExpired:
+        return True, "it never ends"
+    if done.returncode < 0:
+        return True, f"the process died of signal {-done.returncode}"
+    if done.returncode > 0:
+        return False, f"did not run: {done.stderr.strip().splitlines()[-1]}"
+    found = done.stdout.strip()
+    return found != "None", found if found != "None" else f"not seen in {NUM_SEEDS} seeds"
+
+
+def first_violation() -> str | None:
+    """What the first seed says that breaks a rule; called in the process with the fault."""
+    from tests.simulation.batch import run_batch
+
+    for seed in range(NUM_SEEDS):
+        for _, what in run_batch([seed], NUM_STEPS).failures:
+            return f"seed {seed}: {' '.join(what.split())[:110]}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
