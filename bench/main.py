@@ -1,4 +1,4 @@
-"""`aioengine bench`: `latency`, `throughput`, `transformers` (the same work by the engine and by it), and `core`.
+"""`aioengine bench`: `latency`, `throughput`, `transformers` (the same work by it too), `core` and `replay`.
 
 Each prints a table and, with `--json FILE`, writes all figures with machine, versions and command. Figures
 are medians of `--repeats` runs after a warm-up. Options of the engine are those of `aioengine serve`.
@@ -15,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from aioengine.bench.core import add_options, run_core
+from aioengine.bench import core, replay
 from aioengine.bench.report import peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
@@ -27,7 +27,7 @@ from aioengine.errors import InvalidConfig
 def main(argv: Sequence[str]) -> int:
     """Runs `aioengine bench ARGV`; returns the exit code."""
     args = make_parser().parse_args(argv)
-    if getattr(args, "input_len", 1) < 1 or args.repeats < 1:
+    if getattr(args, "input_len", 1) < 1 or getattr(args, "repeats", 1) < 1:
         raise InvalidConfig("--input-len and --repeats must be at least 1")
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = args.run
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -57,8 +57,10 @@ def make_parser() -> argparse.ArgumentParser:
         run_transformers,
         "The same GGUF model by this engine and by transformers (float32), in one run, with ratios.",
     )
-    core = _add(kinds, "core", run_core, "Block pool, scheduler and host work alone, without a model.", engine=False)
-    add_options(core)
+    summary = "Block pool, scheduler and host work alone, without a model."
+    core.add_options(_add(kinds, "core", core.run_core, summary, engine=False))
+    summary = "Hit rate of the prefix cache over traces, by eviction policy and size, without a model."
+    replay.add_options(_add(kinds, "replay", replay.run_replay, summary, engine=False, repeats=False))
     return parser
 
 
@@ -175,10 +177,12 @@ def _add(
     summary: str,
     *,
     engine: bool = True,
+    repeats: bool = True,
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(name, help=summary, description=summary)
     parser.set_defaults(run=run)
-    parser.add_argument("--repeats", type=int, default=3, help="Runs whose median is reported (default: 3).")
+    if repeats:
+        parser.add_argument("--repeats", type=int, default=3, help="Runs whose median is reported (default: 3).")
     parser.add_argument("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     if engine:

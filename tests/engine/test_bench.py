@@ -52,6 +52,17 @@ def test_the_core_is_measured_beside_plain_python(tmp_path: Path, capfd: pytest.
     assert (offline["outputs_per_request"], offline["requests"], generated["requests"]) == (1, 3, 3)
 
 
+def test_a_trace_is_replayed_under_both_policies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "report.png"
+    line = f"replay flood --num-requests 150 --budgets 0.1 1 --concurrency 2 --plot {picture} --json {report}"
+    assert main(["bench", *line.split()]) == 0
+    small, whole = orjson.loads(report.read_bytes())["rows"]
+    assert small["lru"] < whole["lru"] == whole["cost"] == whole["nothing_evicted"]
+    assert picture.stat().st_size > 1000
+    assert main(["bench", "replay", "nowhere"]) == 2
+    assert "there is no trace nowhere" in capfd.readouterr().err
+
+
 def test_a_bad_line_is_one_sentence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--prefix-len", "9", "--input-len", "4", "--model", str(folder)]) == 2
     assert "--prefix-len must not be above --input-len" in capfd.readouterr().err

@@ -32,7 +32,6 @@ from tests.simulation.device import SimDevice
 from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Govern, Options, Reset, Script
 from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
 
-
 SMALL_POOL = 64
 """Blocks up to which the order of the free list is checked after every step."""
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from aioengine.bench.naive_pool import NaivePool, chain_hashes
+from aioengine.bench.replay import replay
+from aioengine.bench.traces import SYNTHETIC, Arrival, read_trace
 from aioengine.bench.workloads import Timeline, median_run, percentile, random_prompts, summarize
+from aioengine.errors import InvalidConfig
+from aioengine.fastcore.kv_manager import KVManager
 
 
 def test_percentile_takes_the_nearest_rank() -> None:
@@ -63,3 +70,59 @@ def test_the_naive_pool_forgets_the_least_recently_used_and_keeps_what_is_touche
     assert set(taken) == set(blocks[2:]) and pool.lookup(hashes) == blocks[:2]
     with pytest.raises(RuntimeError, match="1 blocks are wanted, 0 are free"):
         pool.allocate(1)
+
+
+@pytest.mark.parametrize("name", sorted(SYNTHETIC))
+def test_a_synthetic_trace_repeats_with_its_seed_and_shares_prefixes(name: str) -> None:
+    first, again, other = (list(SYNTHETIC[name](200, seed)) for seed in (3, 3, 4))
+    assert len(first) == 200 and all(0 < a.num_prompt < len(a.token_ids) for a in first)
+    assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, other, strict=True))
+    everything = replay(first, KVManager(100_000, 16), concurrency=4)
+    assert 0.1 < everything.hit_rate < 1 and everything.num_refused == 0
+
+
+def test_replay_counts_whole_blocks_of_the_prompt_that_are_cached() -> None:
+    text = np.arange(100, dtype=np.int32)
+    # The second finds 5 blocks of 16 of its prompt of 90; the third's last prompt token is computed in any case.
+    trace = [Arrival(text, 90), Arrival(text, 90), Arrival(text[:65], 64)]
+    outcome = replay(trace, KVManager(50, 16), concurrency=1)
+    assert (outcome.num_prompt_tokens, outcome.num_hit_tokens) == (244, 80 + 48)
+
+
+def test_replay_waits_for_room_and_refuses_what_no_pool_holds() -> None:
+    texts = [np.full(48, i, np.int32) for i in range(4)]
+    large = Arrival(np.arange(500, dtype=np.int32), 400)
+    outcome = replay([*(Arrival(text, 40) for text in texts), large], KVManager(8, 16), concurrency=10)
+    assert outcome.num_refused == 1 and outcome.num_prompt_tokens == 560
+
+
+def test_a_trace_file_is_read_in_order_of_arrival(tmp_path: Path) -> None:
+    lines = [
+        '{"timestamp": 20, "input_length": 5, "output_length": 2, "hash_ids": [7, 9]}',
+        "",
+        '{"arrival": 10, "token_ids": [1, 2, 3], "num_output": 1}',
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    first, second = read_trace(tmp_path / "t.jsonl", hash_block_size=4)
+    assert (first.token_ids.tolist(), first.num_prompt) == ([1, 2, 3], 2)
+    assert (second.token_ids.tolist(), second.num_prompt) == ([7, 7, 7, 7, 9], 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 1 is no request"),
+        ("[]", "line 1 is no request"),
+        ('{"prompt": 1}', "neither token_ids nor hash_ids"),
+        ('{"token_ids": []}', "not a list of ids"),
+        ('{"token_ids": [-1]}', "from 0 to 2147483647"),
+        ('{"token_ids": [1], "num_output": 1}', "num_output=1 of 1"),
+        ('{"hash_ids": [1], "input_length": 9}', "input_length=9 does not fit 1 blocks of 4"),
+        ("", "has no requests"),
+    ],
+)
+def test_a_bad_trace_is_told_with_its_line(line: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(line)
+    with pytest.raises(InvalidConfig, match=why):
+        read_trace(tmp_path / "t.jsonl", hash_block_size=4)
