@@ -21,7 +21,7 @@ from aioengine.config import resolve
 from aioengine.device import MemoryReport
 from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.model_source import resolve_model
-from aioengine.runner import StepResult
+from aioengine.runner import Runner, StepResult
 from aioengine.startup import Parts, Timings
 
 MODEL = "shape:smollm2-135m"
@@ -29,14 +29,19 @@ MODEL = "shape:smollm2-135m"
 BLOCK_SIZE = 16
 
 
-class NullRunner:
+class NullRunner(Runner):
     """Completes each step within `launch`; every sampled token is the same."""
 
     polled_s = 0.0
 
     def __init__(self, memory: MemoryReport, token_id: int) -> None:
-        self.memory = memory
+        self._memory = memory
         self._token_id = token_id
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Nothing but the number of blocks."""
+        return self._memory
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """As `Runner.launch`."""

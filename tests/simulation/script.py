@@ -51,7 +51,15 @@ OPTIONS: Mapping[str, Option] = {
     "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
 }
 
-SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_in_flight")
+UNBIASED = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "policy",
+    "max_in_flight",
+)
 """Options that have no usual value."""
 
 
@@ -191,7 +199,7 @@ def draw_options(rng: random.Random) -> Options:
     options: Options = {}
     for name, option in OPTIONS.items():
         value = rng.choice(option.values)
-        is_free = option.needs(options) and (name in SIZES or rng.random() < unusual)
+        is_free = option.needs(options) and (name in UNBIASED or rng.random() < unusual)
         options[name] = value if is_free else option.values[0]
     return options
 
