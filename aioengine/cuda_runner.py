@@ -136,14 +136,17 @@ class CudaRunner:
 
     def warm_up(self) -> None:
         """Plans long chunks, and captures what the level wants captured at start."""
-        assert self._forward is not None
         forward = self._forward
+        assert forward is not None
         at_start: list[Bucket] = []
-        if self._capture == "start":
+        if not forward.buckets:
+            self._capture = "never"
+        elif self._capture == "start":
             at_start = forward.all_buckets()
         elif self._capture == "idle":
-            at_start = forward.all_buckets()[:1] + forward.decode_buckets()
-        if self._capture != "first use":
+            at_start = forward.start_buckets()
+            forward.waits_for_idle_time = True
+        if at_start:
             self._to_capture = deque(b for b in forward.all_buckets() if b not in at_start)
         with torch.no_grad(), torch.cuda.stream(self._compute):
             for bucket in at_start:

@@ -36,9 +36,12 @@ from aioengine.model_spec import ModelSpec
 if TYPE_CHECKING:
     from aioengine.models import Model
 
-SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-LARGER_STEPS = ((1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
-"""Larger buckets are so far apart up to so many tokens: padding stays below an eighth of a step."""
+BUCKET_STEPS = ((64, 8), (256, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
+"""Buckets up to so many tokens are so far apart: padding stays small, and products of 8 more rows take longer."""
+AT_START = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Decodes that are captured before the first request; steps of the sizes between wait for idle time in these."""
+MOST_PADDING = 0.34
+"""Share of a step that may be padding before its own bucket is captured at once."""
 
 LONG_CHUNK = SIZES[0]
 """Chunks of so many queries go to cuDNN where it serves the layer."""
@@ -49,16 +52,15 @@ Ints = NDArray[np.int32]
 def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
     """Sizes that steps are padded to: dense for few tokens, up to the most that a step may have."""
     largest = max(max_num_seqs, max_num_batched_tokens)
-    sizes = [size for size in SMALL_BUCKETS if size < largest]
-    if largest > SMALL_BUCKETS[-1]:
-        for end, step in LARGER_STEPS:
-            sizes += range(sizes[-1] + step, min(end + 1, largest), step)
+    sizes = [size for size in (1, 2, 4, 8) if size < largest]
+    for end, step in BUCKET_STEPS:
+        sizes += range(max(sizes, default=0) + step, min(end + 1, largest), step)
     return (*sizes, largest)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the host must know of a step: read once from its buffer."""
+    """What the host must know of a step: read once from its buffer, and valid as long as that."""
 
     num_rows: int
     num_tokens: int
@@ -171,6 +173,8 @@ class StepForward:
         self._windows = tuple(sorted({window or 0 for window in spec.layer_windows}))
         self.cudnn_refusal = unsupported_reason(self._device, ops.dtype, spec.head_dim)
         """Why long chunks stay with the paged kernel, or None."""
+        self.waits_for_idle_time = False
+        """A bucket that is not captured yet is made up for by a larger one: somebody will capture it later."""
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -201,6 +205,8 @@ class StepForward:
         if not self.buckets or is_long:
             return self._run_at_size(facts)
         bucket = self.bucket_of(facts, is_plain)
+        if self.waits_for_idle_time and bucket not in self._entries:
+            bucket = self._larger(bucket, facts.num_tokens) or bucket
         entry = self._entries.get(bucket)
         if entry is None:
             entry = self._enter(bucket)
@@ -220,6 +226,16 @@ class StepForward:
             is_plain and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
         )
 
+    def _larger(self, bucket: Bucket, num_tokens: int) -> Bucket | None:
+        """The next larger bucket that is captured, if a step of so many tokens does not waste too much of it."""
+        for size in self.buckets[bisect_left(self.buckets, bucket.num_tokens) + 1 :]:
+            if size - num_tokens > MOST_PADDING * size:
+                return None
+            larger = Bucket(size, bucket.few_queries, bucket.chooses)
+            if larger in self._entries:
+                return larger
+        return None
+
     def choose(
         self, hidden_rows: torch.Tensor, rows: torch.Tensor, num_outputs: torch.Tensor, ctx: StepContext
     ) -> None:
@@ -227,17 +243,22 @@ class StepForward:
         logits = self._model.logits(hidden_rows, ctx)
         choose(logits, rows, num_outputs, self.temperature, self.seeds, self.packed, self.last_token)
 
-    def decode_buckets(self) -> list[Bucket]:
-        """What steps of plain decodes need, largest first."""
-        return [Bucket(size, few_queries=True, chooses=True) for size in self._decode_sizes()]
+    def start_buckets(self) -> list[Bucket]:
+        """What the first steps need: the largest step, so that all others fit into its memory, and decodes."""
+        decodes = self._decode_sizes()
+        likely = [size for size in decodes if size in AT_START or size == decodes[0]]
+        return [Bucket(self.buckets[-1], False, False), *(Bucket(size, True, True) for size in likely)]
 
     def all_buckets(self) -> list[Bucket]:
-        """Every bucket that steps may come to need, the largest and then the likeliest first."""
+        """Every bucket that steps may come to need, the likeliest first but for the largest."""
+        decodes = self._decode_sizes()
+        plain = [Bucket(size, few_queries=True, chooses=True) for size in decodes]
         mixed = [Bucket(size, few_queries=False, chooses=False) for size in reversed(self.buckets)]
-        edited = [Bucket(size, few_queries=True, chooses=False) for size in self._decode_sizes()]
-        return [*mixed[:1], *self.decode_buckets(), *mixed[1:], *edited]
+        edited = [Bucket(size, few_queries=True, chooses=False) for size in decodes]
+        return [*mixed[:1], *plain, *mixed[1:], *edited]
 
     def _decode_sizes(self) -> list[int]:
+        """Largest first."""
         return list(reversed(self.buckets[: bisect_left(self.buckets, self._max_num_seqs) + 1]))
 
     def is_prepared(self, bucket: Bucket) -> bool:

@@ -85,6 +85,7 @@ class Sampler:
         self._penalties = backend.penalties
         self._constraints = Constraints(vocab_size, self.device)
         self._plans: dict[int, SamplingPlan] = {}
+        self._special: set[int] = set()  # rows that are not plain, or were not at first
         self._flags = np.zeros(max_num_seqs, np.int32)  # _CONSTRAINED depends on the position, see _flags_at
         self._constrained_before = np.zeros(max_num_seqs, np.int64)
         self._settings = np.zeros(max_num_seqs, SETTINGS)
@@ -120,6 +121,8 @@ class Sampler:
             self._num_logprobs[row] = p.logprobs
         self._flags[row] = flags
         self._plans[row] = plan
+        if flags & ~_DRAWN or self._constrained_before[row]:
+            self._special.add(row)
 
     def leave(self, row: int) -> None:
         """Takes the row back; does nothing if nobody has it."""
@@ -131,9 +134,12 @@ class Sampler:
         if self._flags[row] & _PENALIZED:
             self._penalties.leave(row)
         self._flags[row] = 0
+        self._special.discard(row)
 
     def is_plain(self, rows: ArrayLike, num_outputs: ArrayLike) -> bool:
         """Whether each of these rows takes its greatest logit or an unfiltered draw, and is asked nothing else."""
+        if not self._special:
+            return True
         flags = self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64))
         return not (flags & ~_DRAWN).any()
 

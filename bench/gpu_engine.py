@@ -222,6 +222,9 @@ async def run_steps(engine: AsyncEngine, model: str, report: Report) -> None:
 
 async def run_mixed(engine: AsyncEngine, model: str, report: Report) -> None:
     """Steps of the workloads that mix prompts and decodes, by their number of tokens."""
+    with StepProbe(engine) as probe:
+        await elapsed(engine, jobs(engine, 1, 32768, 1))
+    report.note(model, "W7, each step", probe.each())
     for name, work, temperature in (
         ("W5 cold", jobs(engine, 128, 8192 + 64, 16, prefix_len=8192), 0.0),
         ("W6", w6_jobs(next(SEEDS)), 0.6),

@@ -20,6 +20,9 @@ import torch
 from aioengine import AsyncEngine
 from aioengine.bench.workloads import percentile
 
+OFF_ROWS, NUM_COMPUTED = 5, 3
+"""Where a step buffer says where its rows are, and a row how much of it was computed."""
+
 SIZE_BOUNDS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -29,6 +32,8 @@ class StepTimes:
 
     num_tokens: int
     num_rows: int
+    context: int
+    """Tokens of the first row that were computed before."""
     schedule_s: float
     launch_s: float = 0.0
     facts_s: float = 0.0
@@ -100,7 +105,9 @@ class StepProbe:
         torch.cuda.synchronize()
 
     def planned(self, plan: Any, seconds: float) -> None:
-        self.steps[plan.step_id] = StepTimes(plan.num_tokens, plan.num_rows, seconds)
+        words = plan.buffer
+        context = int(words[int(words[OFF_ROWS]) + NUM_COMPUTED])
+        self.steps[plan.step_id] = StepTimes(plan.num_tokens, plan.num_rows, context, seconds)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         before = getattr(owner, name)
@@ -180,6 +187,19 @@ class StepProbe:
             "late_p50_us": round(percentile(late_us, 50) or 0.0, 1),
             "late_p99_us": round(percentile(late_us, 99) or 0.0, 1),
         }
+
+    def each(self) -> list[dict[str, float]]:
+        """Every step."""
+        return [
+            {
+                "tokens": step.num_tokens,
+                "rows": step.num_rows,
+                "context": step.context,
+                "device_ms": round(step.begun.elapsed_time(step.ended), 3),
+            }
+            for step in self.steps.values()
+            if step.settled_at
+        ]
 
     def by_size(self) -> list[dict[str, float]]:
         """Steps grouped by their number of tokens: how many, and what they took on the device and in all."""

@@ -20,7 +20,7 @@ from aioengine import AsyncEngine, EngineConfig, SamplingParams
 from aioengine.checkpoint import load_checkpoint
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
-from aioengine.graphs import StepFacts, StepForward, token_buckets
+from aioengine.graphs import Bucket, StepFacts, StepForward, token_buckets
 from aioengine.kernels import attention_plan
 from aioengine.kernels.attention_plan import tile_for
 from aioengine.kernels.sampling import draw_ref
@@ -36,14 +36,14 @@ TEMPERATURE, SEED = 5.0, 123_456_789_012
 
 def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
     buckets = token_buckets(512, 8192)
-    assert buckets[-1] == 8192 and 512 in buckets and len(buckets) < 60
+    assert buckets[-1] == 8192 and 512 in buckets and len(buckets) < 70
     assert all((b - a) / b <= 0.5 for a, b in zip(buckets, buckets[1:], strict=False))
     assert all((b - a) / b <= 0.2 for a, b in zip(buckets, buckets[1:], strict=False) if a >= 64)
     assert all((b - a) / b <= 0.125 for a, b in zip(buckets, buckets[1:], strict=False) if a >= 512)
     assert token_buckets(4, 100)[-2:] == (96, 100)
     assert token_buckets(4, 513)[-2:] == (512, 513)
     assert token_buckets(4, 2048)[-2:] == (1920, 2048)
-    assert token_buckets(1, 1) == (1,)
+    assert token_buckets(3, 3) == (1, 2, 3) and token_buckets(1, 1) == (1,)
 
 
 def test_facts_of_a_step_are_those_that_its_buffer_holds() -> None:
@@ -200,8 +200,6 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [2])
 def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) -> None:
-    from aioengine.graphs import Bucket
-
     before = [t.clone() for t in (forward.block_table, forward.last_token, *forward._kv_caches)]
     with torch.no_grad(), np.errstate(all="ignore"):
         forward.prepare(Bucket(2, few_queries=True, chooses=True))
@@ -215,7 +213,7 @@ def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) ->
 def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForward, level: int) -> None:
     ahead = forward.all_buckets()
     assert len(set(ahead)) == len(ahead) and ahead[0].num_tokens == forward.buckets[-1]
-    assert set(forward.decode_buckets()) <= set(ahead)
+    assert set(forward.start_buckets()) <= set(ahead) and forward.start_buckets()[0] == ahead[0]
     planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     step = StepFacts.of(planner.plan({planner.request(range(3)): 3}).buffer)
     for num_tokens in range(1, forward.buckets[-1] + 1):
@@ -224,6 +222,28 @@ def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForw
             for max_query_len in longest:
                 facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
                 assert forward.bucket_of(facts, is_plain) in ahead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [2])
+def test_a_larger_bucket_makes_up_for_one_that_waits_for_idle_time(
+    forward: StepForward, family: Family, level: int
+) -> None:
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
+    first, second = planner.request(random_prompt(12, seed=1)), planner.request(random_prompt(15, seed=2))
+    of_16, of_24 = (Bucket(size, few_queries=False, chooses=False) for size in (16, 24))
+    forward.waits_for_idle_time = True
+    with torch.no_grad(), np.errstate(all="ignore"):
+        forward.prepare(of_24)
+        run_step(forward, planner, {first: 12})
+        assert forward.is_prepared(of_16)  # half of 24 would have been padding
+        del forward._entries[of_16]
+        run_step(forward, planner, {second: 15, first: 1})
+        assert not forward.is_prepared(of_16)
+    for request in (first, second):
+        with torch.no_grad():
+            logits = family.reference(torch.tensor([request.prompt + request.outputs])).logits[0]
+        assert request.outputs == logits.argmax(-1)[len(request.prompt) - 1 : -1].tolist()
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------

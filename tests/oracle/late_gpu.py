@@ -159,6 +159,7 @@ class _LateForward:
     def __init__(self, gpu: LateGpu, max_num_seqs: int) -> None:
         self._gpu = gpu
         self.sizes: list[Any] = []
+        self.buckets = (1,)
         self.num_decode = 0
         self.prepared: list[Any] = []
         self.buffer = torch.zeros(4096, dtype=torch.int32)
@@ -170,8 +171,8 @@ class _LateForward:
     def all_buckets(self) -> list[Any]:
         return self.sizes
 
-    def decode_buckets(self) -> list[Any]:
-        return self.sizes[1 : 1 + self.num_decode]
+    def start_buckets(self) -> list[Any]:
+        return self.sizes[: 1 + self.num_decode]
 
     def is_prepared(self, bucket: Any) -> bool:
         return bucket in self.prepared
