@@ -189,7 +189,7 @@ def _time_naive(seed: int) -> dict[str, float]:
 
 def memory_row() -> Row:
     """Bytes per block, every block cached: all of the core's arrays, and plain Python's objects."""
-    ours, kv = _traced(lambda: KVManager(POOL_BLOCKS, BLOCK_SIZE))
+    ours, kv = _traced(lambda: KVManager(POOL_BLOCKS, BLOCK_SIZE, enable_partial_block_reuse=True))
     plain, _ = _traced(_full_naive_pool)
     return {
         "aioengine_bytes_per_block": round(ours / kv.pool.num_blocks, 1),

@@ -17,13 +17,6 @@ cdef struct Hash:
     uint64_t word[4]  # 256 bits; a 128-bit hash leaves the upper two words zero
 
 
-cdef inline bint same_hash(const Hash* a, const Hash* b) noexcept nogil:
-    return (
-        a.word[0] == b.word[0] and a.word[1] == b.word[1]
-        and a.word[2] == b.word[2] and a.word[3] == b.word[3]
-    )
-
-
 cdef class BlockHasher:
     cdef object digest
     cdef readonly str algo

@@ -1,7 +1,6 @@
 # The records of all KV blocks and the free list threaded through them.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from aioengine.fastcore.block_hash cimport Hash
 from aioengine.fastcore.eviction cimport CostOrder
 
 
@@ -10,12 +9,11 @@ cdef enum:
     UNLISTED = -1     # links of a block that is not in the free list
 
 cdef enum:
-    HASHED = 1        # flag: `hash` is valid and the prefix map leads to this block
+    HASHED = 1        # flag: the prefix map knows the block's hash and leads to it
     PREWARMED = 2     # flag: cached ahead of need, and nobody has asked for it yet
 
 
-cdef struct Block:    # 48 bytes, no Python object
-    Hash hash
+cdef struct Block:    # 16 bytes, no Python object
     int32_t num_refs
     int32_t prev
     int32_t next

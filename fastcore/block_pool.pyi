@@ -26,6 +26,9 @@ class BlockPool:
         """The free blocks in the ring's order: under the policy lru the next victim first."""
     def candidates(self) -> list[int] | None:
         """Under the policy cost the blocks to choose from once nothing unhashed or prewarmed is free."""
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the records."""
     def num_refs(self, block_id: int) -> int:
         """Owners of a block."""
     def is_hashed(self, block_id: int) -> bool:

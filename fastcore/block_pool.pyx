@@ -19,13 +19,6 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from aioengine.fastcore.block_hash cimport CHECKED
 
 
-cdef extern from *:
-    """
-    #define AIOENGINE_POISON_WORD 0xDDDDDDDDDDDDDDDDull
-    """
-    const unsigned long long POISON "AIOENGINE_POISON_WORD"
-
-
 @cython.final
 cdef class BlockPool:
     def __cinit__(self, int32_t num_blocks):
@@ -97,8 +90,6 @@ cdef class BlockPool:
         block.num_refs -= 1
         if block.num_refs > 0:
             return 0
-        if CHECKED and not block.flags & HASHED:
-            block.hash.word[0] = block.hash.word[1] = block.hash.word[2] = block.hash.word[3] = POISON
         self.enlist(block_id)
         self.num_free += 1
         self.num_returned += 1
@@ -152,6 +143,11 @@ cdef class BlockPool:
                 ids.append(at)
             at = self.blocks[at].next
         return ids
+
+    @property
+    def num_bytes(self):
+        """Memory of the records."""
+        return (<size_t> self.num_blocks + 2) * sizeof(Block)
 
     def num_refs(self, int32_t block_id):
         """Owners of a block."""

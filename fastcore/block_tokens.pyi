@@ -10,3 +10,6 @@ class BlockTokens:
     block_size: int
 
     def __init__(self, num_blocks: int, block_size: int) -> None: ...
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the ids."""

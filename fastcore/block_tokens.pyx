@@ -20,6 +20,11 @@ cdef class BlockTokens:
     def __dealloc__(self):
         PyMem_Free(self.ids)
 
+    @property
+    def num_bytes(self):
+        """Memory of the ids."""
+        return <size_t> self.num_blocks * self.block_size * sizeof(int32_t)
+
     cdef const int32_t* of(self, int32_t block_id) noexcept:
         return self.ids + <Py_ssize_t> block_id * self.block_size
 

@@ -21,6 +21,9 @@ class CostOrder:
     context_cost: float
 
     def __init__(self, tree: PrefixTree, block_size: int, context_cost: float = 0.0) -> None: ...
+    @property
+    def num_bytes(self) -> int:
+        """Memory of values and heap."""
     def candidates(self) -> list[int]:
         """The blocks that may be chosen, first victim first."""
     def key_of(self, block_id: int) -> tuple[float, int]:

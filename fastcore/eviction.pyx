@@ -136,6 +136,11 @@ cdef class CostOrder:
             at = below
         return self.place(moving, at)
 
+    @property
+    def num_bytes(self):
+        """Memory of values and heap."""
+        return self.tree.num_blocks * (sizeof(Worth) + sizeof(int32_t))
+
     def candidates(self):
         """The blocks that may be chosen, first victim first."""
         cdef int32_t i

@@ -59,6 +59,9 @@ class KVManager:
         """Offers blocks that are full and computed to the prefix map."""
     def release(self, request: Request) -> int:
         """Gives all blocks back, deepest first."""
+    @property
+    def bytes_per_block(self) -> float:
+        """Memory that a block takes here: record, hash, slots of the map, links of the tree, token ids."""
     def reset(self) -> bool:
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""
     def forget(self, owners: Iterable[Request]) -> None:

@@ -18,7 +18,7 @@ import cython
 
 from libc.string cimport memcpy
 
-from aioengine.fastcore.block_hash cimport CHECKED, Hash, same_hash
+from aioengine.fastcore.block_hash cimport CHECKED, Hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
 from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
@@ -39,13 +39,13 @@ cdef class KVManager:
             raise ValueError(f"eviction_policy={eviction_policy!r} must be lru or cost")
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
+        hasher = BlockHasher(hash_algo, root_seed)
         self.pool = BlockPool(num_blocks)
-        self.prefix_map = PrefixMap(self.pool)
+        self.prefix_map = PrefixMap(self.pool, hasher.digest_size)
         self.block_size = block_size
         self.pin_counts, self.barred = {}, []
         if eviction_policy == "cost":
             self.prefix_map.rank_by_cost(block_size, context_cost)
-        hasher = BlockHasher(hash_algo, root_seed)
         self.hasher = hasher if enable_prefix_caching else None
         if enable_prefix_caching and enable_partial_block_reuse:
             self.block_tokens = BlockTokens(num_blocks, block_size)
@@ -119,7 +119,7 @@ cdef class KVManager:
             self.block_tokens.of(block_id), self.block_size,
             request.first_tail if at == 0 else request.later_tail, &expected,
         )
-        return same_hash(&expected, &self.pool.blocks[block_id].hash)
+        return self.prefix_map.has_hash(block_id, &expected)
 
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1:
         """Adds what a sibling has of the prompt to the hits; returns how many full blocks there are then.
@@ -325,6 +325,16 @@ cdef class KVManager:
             )
             request.num_hashes += 1
         return 0
+
+    @property
+    def bytes_per_block(self):
+        """Memory that a block takes here: record, hash, slots of the map, links of the tree, token ids."""
+        num_bytes = self.pool.num_bytes + self.prefix_map.num_bytes
+        if self.block_tokens is not None:
+            num_bytes += self.block_tokens.num_bytes
+        if self.pool.order is not None:
+            num_bytes += self.pool.order.num_bytes
+        return num_bytes / self.pool.num_blocks
 
     def reset(self):
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""

@@ -1,5 +1,5 @@
 # Hash of a full block -> id of the block that holds its KV.
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher, Hash
 from aioengine.fastcore.block_pool cimport BlockPool
@@ -15,10 +15,17 @@ cdef class PrefixMap:
     cdef BlockPool pool
     cdef readonly PrefixTree tree
     cdef Slot* slots
-    cdef uint32_t mask
+    cdef uint32_t num_slots
+    cdef uint64_t* hashes             # num_blocks x hash_words, valid for flagged blocks
+    cdef int32_t hash_words
     cdef readonly int32_t num_entries
 
     cdef int32_t find(self, const Hash* hash) noexcept
     cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1
     cdef int32_t remove(self, int32_t block_id) except -1
     cdef int erase(self, int32_t block_id) except -1
+    cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept
+    cdef Hash hash_of(self, int32_t block_id) noexcept
+    cdef uint32_t home_of(self, int32_t block_id) noexcept
+    cdef uint32_t behind(self, uint32_t at) noexcept
+    cdef uint32_t distance(self, uint32_t start, uint32_t end) noexcept

@@ -16,7 +16,7 @@ class PrefixMap:
     tree: PrefixTree
     """Which indexed block continues which."""
 
-    def __init__(self, pool: BlockPool) -> None: ...
+    def __init__(self, pool: BlockPool, digest_size: int = 32) -> None: ...
     def rank_by_cost(self, block_size: int, context_cost: float = 0.0) -> None:
         """Makes the pool choose victims by what their loss costs (`CostOrder`).
 
@@ -25,9 +25,12 @@ class PrefixMap:
         """
     @property
     def capacity(self) -> int:
-        """Slots of the table: a power of two, at least twice the number of blocks."""
+        """Slots of the table: one and a half times the number of blocks."""
     def clear(self) -> None:
         """Forgets every entry; the blocks stay where they are."""
+    @property
+    def num_bytes(self) -> int:
+        """Memory of slots, hashes and tree."""
     def find_bytes(self, digest: bytes) -> int:
         """The block with this hash, or 0."""
     def insert_bytes(self, block_id: int, digest: bytes, parent: int = 0, lane: int = 0) -> bool:

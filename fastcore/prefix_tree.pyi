@@ -10,6 +10,9 @@ class PrefixTree:
 
     def __init__(self, num_blocks: int) -> None: ...
     @property
+    def num_bytes(self) -> int:
+        """Memory of links and lanes."""
+    @property
     def num_lanes(self) -> int:
         """Lists that the root's children are spread over."""
     def parent_of(self, block_id: int) -> int | None:

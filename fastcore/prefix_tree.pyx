@@ -87,6 +87,11 @@ cdef class PrefixTree:
         return 0
 
     @property
+    def num_bytes(self):
+        """Memory of links and lanes."""
+        return self.num_blocks * sizeof(Node) + (<size_t> self.lane_mask + 1) * sizeof(int32_t)
+
+    @property
     def num_lanes(self):
         """Lists that the root's children are spread over."""
         return self.lane_mask + 1

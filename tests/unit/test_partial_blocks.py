@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -167,6 +169,19 @@ def test_quarantined_span_is_not_copied_from_a_block_that_begins_like_it() -> No
     assert found(kv, 1, 2, 3, 9, 9)[0] == 3
     assert control.lift(name)
     assert found(kv, 1, 2, 3, 4, 5, 6, 7, 9)[0] == 7
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 1024, 1025, 4097, 65_536, 65_537])
+def test_a_block_takes_at_most_128_bytes(num_blocks: int) -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        kv = make_kv(num_blocks, 16)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kv.bytes_per_block <= 128
+    assert 0 <= taken - kv.bytes_per_block * num_blocks < 4096
 
 
 def test_step_starts_inside_the_copied_block() -> None:

@@ -78,8 +78,8 @@ def digest(home: int, rest: int = 0, tag: int = 0) -> bytes:
     return (home | tag << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
 
 
-def test_capacity_is_a_power_of_two_at_least_twice_the_blocks() -> None:
-    for num_blocks, capacity in [(2, 4), (8, 16), (9, 32), (1000, 2048)]:
+def test_capacity_is_one_and_a_half_times_the_blocks() -> None:
+    for num_blocks, capacity in [(2, 4), (8, 12), (9, 13), (1000, 1500)]:
         assert PrefixMap(BlockPool(num_blocks)).capacity == capacity
 
 
@@ -100,9 +100,18 @@ def test_hashes_that_agree_in_home_and_tag_are_told_apart() -> None:
     assert index.find_bytes(digest(7, rest=1) + bytes(15) + b"\1") == 0  # all 256 bits count
 
 
+def test_a_map_keeps_hashes_as_long_as_its_algorithm_makes_them() -> None:
+    short, long = (PrefixMap(BlockPool(1000), size) for size in (16, 32))
+    assert long.num_bytes - short.num_bytes == 16 * 1000
+    assert short.insert_bytes(1, digest(7, rest=1)) and short.find_bytes(digest(7, rest=1)) == 1
+    assert short.find_bytes(digest(7, rest=2)) == 0
+    with pytest.raises(ValueError, match="digest_size=20"):
+        PrefixMap(BlockPool(8), 20)
+
+
 def test_removal_closes_the_gap_across_the_end_of_the_table() -> None:
-    index = PrefixMap(BlockPool(8))  # 16 slots
-    homes = {1: 14, 2: 15, 3: 14, 4: 0, 5: 15, 6: 1}
+    index = PrefixMap(BlockPool(8))  # 12 slots
+    homes = {1: 10, 2: 11, 3: 10, 4: 0, 5: 11, 6: 1}
     for block_id, home in homes.items():
         index.insert_bytes(block_id, digest(home, rest=block_id))
     for gone in (2, 1, 4):
