@@ -238,9 +238,7 @@ class CacheAdmin:
             except ValueError as error:
                 refusal = str(error)
         if pinned is None:
-            return self._book(
-                action, "refused", reason=refusal, cache_salt=cache_salt, num_tokens=name.num_tokens
-            )
+            return self._book(action, "refused", reason=refusal, cache_salt=cache_salt, num_tokens=name.num_tokens)
         pin_id, num_blocks = pinned
         if ttl_s is not None:
             self._expiry[pin_id] = self._clock() + ttl_s
@@ -366,9 +364,7 @@ class CacheAdmin:
     def _book(self, action: str, status: CacheStatus, **facts: Any) -> CacheReply:
         """Writes the reply of an operation down and returns it."""
         self._num_audited += 1
-        reply = CacheReply(
-            audit_id=self._num_audited, at_s=self._wall_clock(), action=action, status=status, **facts
-        )
+        reply = CacheReply(audit_id=self._num_audited, at_s=self._wall_clock(), action=action, status=status, **facts)
         self._audit.append(reply)
         logger.info("cache: %s", {k: v for k, v in dataclasses.asdict(reply).items() if v not in (None, 0)})
         self._wake()

@@ -166,6 +166,10 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_key: str | None = option(None, "Bearer token that clients must send; by default AIOENGINE_API_KEY.")
+    enable_admin: bool = option(False, "Serve the admin routes; they need an admin key.")
+    admin_api_key: str | None = option(
+        None, "Bearer token of the admin routes; by default AIOENGINE_ADMIN_KEY."
+    )
     max_request_bytes: int = option(16 * MIB, "Largest request body.")
     allow_origins: str | None = option(None, "Comma-separated origins that browsers may call from, or *.")
     drain_timeout_s: float = option(30.0, "Seconds that running requests may take to finish at shutdown.")
@@ -174,6 +178,28 @@ class ServerConfig:
     def effective_api_key(self) -> str | None:
         """The key to ask for: the flag, else the environment variable AIOENGINE_API_KEY."""
         return self.api_key or os.environ.get("AIOENGINE_API_KEY") or None
+
+    def effective_admin_key(self) -> str | None:
+        """The key of the admin routes, None if they are off.
+
+        Raises:
+            InvalidConfig: they are on without a key, or a key was given and they are off.
+        """
+        if not self.enable_admin:
+            if self.admin_api_key:
+                raise InvalidConfig("admin_api_key is for admin routes; add --enable-admin", param="admin_api_key")
+            return None
+        key = self.admin_api_key or admin_key_from_environment()
+        if not key:
+            raise InvalidConfig(
+                "enable_admin needs a key: give --admin-api-key or set AIOENGINE_ADMIN_KEY", param="enable_admin"
+            )
+        return key
+
+
+def admin_key_from_environment() -> str | None:
+    """AIOENGINE_ADMIN_KEY, if it is set."""
+    return os.environ.get("AIOENGINE_ADMIN_KEY") or None
 
 
 GROUPS: dict[str, type] = {

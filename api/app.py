@@ -17,11 +17,12 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
 from aioengine.api.admin import Admin
+from aioengine.api.cache import CacheRoutes
 from aioengine.api.chat import Chat
 from aioengine.api.completions import Completions
 from aioengine.api.errors import on_disconnect, on_engine_error, on_http_exception
 from aioengine.api.face import Engine
-from aioengine.api.middleware import BearerAuth, BodyLimit, RequestBoundary
+from aioengine.api.middleware import AdminAuth, BearerAuth, BodyLimit, RequestBoundary
 from aioengine.api.models import Models
 from aioengine.api.tokenize import Tokenization
 from aioengine.config import ServerConfig
@@ -34,7 +35,10 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
     Args:
         engine: an `AsyncEngine`. If the server runs lifespan events, the engine must not be started yet:
             the lifespan starts it and closes it.
-        config: key, limits and origins; host and port are the server's business.
+        config: keys, limits and origins; host and port are the server's business.
+
+    Raises:
+        InvalidConfig: admin routes without an admin key, or the other way round.
     """
     config = config or ServerConfig()
 
@@ -44,7 +48,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
             yield
 
     return Starlette(
-        routes=_routes(engine),
+        routes=[*_routes(engine), *_admin_routes(engine, config)],
         middleware=_middleware(config),
         exception_handlers={
             EngineError: on_engine_error,
@@ -70,6 +74,31 @@ def _routes(engine: Engine) -> list[BaseRoute]:
     ]
 
 
+def _admin_routes(engine: Engine, config: ServerConfig) -> list[BaseRoute]:
+    """None unless they are enabled; each with its own guard."""
+    key = config.effective_admin_key()
+    if key is None:
+        return []
+    cache = CacheRoutes(engine)
+    guard = [Middleware(AdminAuth, admin_key=key)]
+    posts = {
+        "/admin/cache/evict": cache.evict,
+        "/admin/cache/quarantine": cache.quarantine,
+        "/admin/cache/lift": cache.lift,
+        "/admin/cache/pin": cache.pin,
+        "/admin/cache/lease": cache.lease,
+        "/admin/cache/unpin": cache.unpin,
+        "/admin/cache/prewarm": cache.prewarm,
+        "/admin/cache/reset": cache.reset,
+        "/reset_prefix_cache": cache.reset_prefix_cache,
+    }
+    gets = {"/admin/cache/audit": cache.audit, "/admin/cache/stats": cache.stats}
+    return [
+        *(Route(path, handler, methods=["POST"], middleware=guard) for path, handler in posts.items()),
+        *(Route(path, handler, methods=["GET"], middleware=guard) for path, handler in gets.items()),
+    ]
+
+
 def _middleware(config: ServerConfig) -> list[Middleware]:
     """Outermost first. CORS stands before the key, because a browser's preflight cannot carry one."""
     stack = [Middleware(RequestBoundary)]
@@ -85,6 +114,7 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
         )
     api_key = config.effective_api_key()
     if api_key is not None:
-        stack.append(Middleware(BearerAuth, api_key=api_key))
+        has_admin = config.effective_admin_key() is not None
+        stack.append(Middleware(BearerAuth, api_key=api_key, has_admin=has_admin))
     stack.append(Middleware(BodyLimit, max_bytes=config.max_request_bytes))
     return stack

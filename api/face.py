@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-from aioengine.types import Prompt, RequestOutput, SamplingParams
+from aioengine.types import CacheReply, CacheStats, Prompt, RequestOutput, SamplingParams
 
 
 class Tokenizer(Protocol):
@@ -45,8 +45,41 @@ class ModelInfo(Protocol):
     def max_model_len(self) -> int: ...
 
 
+class Cache(Protocol):
+    """Operations on the prefix cache; `naming` is the salt and the options of the chat template."""
+
+    async def evict(
+        self, prompt: Prompt, *, start: int | None = None, require_exact: bool = False, **naming: Any
+    ) -> CacheReply: ...
+
+    async def quarantine(
+        self, prompt: Prompt, *, start: int | None = None, require_exact: bool = False, **naming: Any
+    ) -> CacheReply: ...
+
+    async def lift(self, prompt: Prompt, *, start: int | None = None, **naming: Any) -> CacheReply: ...
+
+    async def pin(self, prompt: Prompt, *, require_exact: bool = False, **naming: Any) -> CacheReply: ...
+
+    async def lease(
+        self, prompt: Prompt, ttl_s: float, *, require_exact: bool = False, **naming: Any
+    ) -> CacheReply: ...
+
+    async def unpin(self, pin_id: str) -> CacheReply: ...
+
+    async def prewarm(self, prompt: Prompt, **naming: Any) -> CacheReply: ...
+
+    async def reset(self, *, force: bool = False) -> CacheReply: ...
+
+    def audit(self, limit: int) -> list[CacheReply]: ...
+
+    def stats(self) -> CacheStats: ...
+
+
 class Engine(Protocol):
     """The public face of `AsyncEngine` that the routes use."""
+
+    @property
+    def cache(self) -> Cache: ...
 
     @property
     def model(self) -> ModelInfo: ...

@@ -1,6 +1,7 @@
 """Pure ASGI middleware: request id and last-resort error, bearer token, body limit.
 
 Order from the outside in, as `app.py` stacks them: `RequestBoundary`, (CORS), `BearerAuth`, `BodyLimit`.
+`AdminAuth` stands before each admin route, whatever is around it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health"})
 """All that can be read without the key."""
+
+ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+ADMIN_PREFIX = "/admin/"
+"""Routes behind the admin key; the other key is not asked for there."""
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -62,12 +67,13 @@ def _request_id(given: str | None) -> str:
 class BearerAuth:
     """Refuses everything but `OPEN_PATHS` without the right `Authorization: Bearer` header."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, *, has_admin: bool = False) -> None:
         self.app = app
         self._expected = api_key.encode()
+        self._has_admin = has_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or bears(scope, self._expected):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
@@ -75,10 +81,33 @@ class BearerAuth:
         response = json_response(body, 401, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
-    def _allows(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip().encode("latin-1", "replace")
-        return hmac.compare_digest(given, self._expected) and scheme.lower() == "bearer"
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or (self._has_admin and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)))
+
+
+class AdminAuth:
+    """Stands before each admin route: 401 without `Authorization: Bearer`, 403 with a wrong key."""
+
+    def __init__(self, app: ASGIApp, admin_key: str) -> None:
+        self.app = app
+        self._expected = admin_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if bears(scope, self._expected):
+            await self.app(scope, receive, send)
+            return
+        is_given = "authorization" in Headers(scope=scope)
+        what = "wrong" if is_given else "missing: send it as `Authorization: Bearer KEY`"
+        body = error_body(f"the admin key is {what}", "invalid_request_error", code="invalid_admin_key")
+        headers = None if is_given else {"WWW-Authenticate": "Bearer"}
+        await json_response(body, 403 if is_given else 401, headers)(scope, receive, send)
+
+
+def bears(scope: Scope, expected: bytes) -> bool:
+    """Whether a request has `Authorization: Bearer` with this key; takes equally long for every wrong one."""
+    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+    given = token.strip().encode("latin-1", "replace")
+    return hmac.compare_digest(given, expected) and scheme.lower() == "bearer"
 
 
 class BodyLimit:

@@ -174,14 +174,62 @@ class TokenizeRequest(Fields, kw_only=True):
     return_token_strs: bool | None = None
 
 
-Conversation = ChatRequest | TokenizeRequest
-"""Requests with messages."""
-
-
 class DetokenizeRequest(Fields, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int] | None = None
+
+
+class NamedRequest(Fields, kw_only=True):
+    """POST /admin/cache/prewarm, and the base of all that name a prefix: what a request would send."""
+
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+class EvictRequest(NamedRequest, kw_only=True):
+    """POST /admin/cache/evict and /quarantine."""
+
+    start: int | None = None
+    require_exact: bool | None = None
+
+
+class LiftRequest(NamedRequest, kw_only=True):
+    """POST /admin/cache/lift."""
+
+    start: int | None = None
+
+
+class PinRequest(NamedRequest, kw_only=True):
+    """POST /admin/cache/pin."""
+
+    require_exact: bool | None = None
+
+
+class LeaseRequest(PinRequest, kw_only=True):
+    """POST /admin/cache/lease."""
+
+    ttl_s: float | None = None
+
+
+class UnpinRequest(Fields, kw_only=True):
+    """POST /admin/cache/unpin."""
+
+    pin_id: str | None = None
+
+
+class ResetRequest(Fields, kw_only=True):
+    """POST /admin/cache/reset."""
+
+    force: bool | None = None
+
+
+Conversation = ChatRequest | TokenizeRequest | NamedRequest
+"""Requests with messages."""
 
 
 T = TypeVar("T", bound=Fields)

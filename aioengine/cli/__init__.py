@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 
+from aioengine.cli.cache_arguments import add_cache_arguments
 from aioengine.cli.flags import add_config_flags, add_model_argument, add_sampling_flags
 from aioengine.config import GROUPS, ServerConfig
 from aioengine.errors import EngineError, InvalidConfig
@@ -69,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_argument(info)
     info.add_argument("--json", action="store_true", help="Write JSON.")
     add_config_flags(info, GROUPS, skip={"model"})
+
+    cache = _command(commands, "cache", "Govern the prefix cache of a running server (started with --enable-admin).")
+    add_cache_arguments(cache)
 
     _command(commands, "flags", "Print the tables of options for the README.", is_listed=False)
     commands.add_parser("bench", help="Measure latency and throughput (see `aioengine bench --help`).")

@@ -30,6 +30,7 @@ async def run(args: argparse.Namespace) -> int:
     """
     imports_s = time.perf_counter() - args.begun_s
     engine_options, server_options = engine_config(args), server_config(args)
+    server_options.effective_admin_key()  # a missing key costs no loading
     level = "debug" if args.debug else server_options.log_level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     with listen(server_options.host, server_options.port) as sock:

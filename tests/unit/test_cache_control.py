@@ -36,9 +36,7 @@ class Cache:
 
     def start(self, *ids: int, salt: bytes = b"", max_tokens: int = 20) -> Request:
         """A request that runs on with its prompt computed."""
-        request = Request(
-            "r", ids, max_tokens=max_tokens, cache_salt=salt, ignore_eos=True, prewarms=False
-        )
+        request = Request("r", ids, max_tokens=max_tokens, cache_salt=salt, ignore_eos=True, prewarms=False)
         self.scheduler.add(request)
         self.step()
         return request
@@ -345,7 +343,7 @@ def test_exactly_the_span_and_what_saw_it_goes(
     if fills:
         assert not any(saw(s, p) for s, p in cached())
     if fills and quarantine:
-        for s, p in prefixes[:: 7]:
+        for s, p in prefixes[::7]:
             cache.serve(*p, 1, salt=s)
         assert not any(saw(s, p) for s, p in cached())
-        assert all((s, p) in cached() for s, p in prefixes[:: 7] if not saw(s, p))
+        assert all((s, p) in cached() for s, p in prefixes[::7] if not saw(s, p))

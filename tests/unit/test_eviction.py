@@ -113,9 +113,7 @@ def test_without_differences_cost_is_lru(num_blocks: int, prompts: list[int]) ->
     num_blocks=st.integers(6, 14),
     prompts=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=60),
 )
-def test_with_equal_hits_cost_is_lru_on_branching_prompts(
-    num_blocks: int, prompts: list[tuple[int, int, int]]
-) -> None:
+def test_with_equal_hits_cost_is_lru_on_branching_prompts(num_blocks: int, prompts: list[tuple[int, int, int]]) -> None:
     """Prefixes are shared between requests that run together, so that nothing is ever hit (INV-69)."""
     lru, cost = make("lru", num_blocks), make("cost", num_blocks)
     running: list[tuple[KVManager, Request]] = []

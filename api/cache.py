@@ -1,0 +1,144 @@
+"""POST /admin/cache/*, POST /reset_prefix_cache: the governed cache over HTTP. Off unless `--enable-admin`.
+
+Every route stands behind the admin key (`AdminAuth`). An operation answers its `CacheReply` as JSON: 200 if it was
+done, exactly or degraded, 409 if it was refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypedDict
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from aioengine.api.errors import json_response
+from aioengine.api.face import Engine
+from aioengine.api.messages import engine_messages
+from aioengine.api.protocol import (
+    EvictRequest,
+    LeaseRequest,
+    LiftRequest,
+    NamedRequest,
+    PinRequest,
+    ResetRequest,
+    UnpinRequest,
+    read_request,
+)
+from aioengine.errors import InvalidRequest
+from aioengine.types import CacheReply, Prompt
+
+MAX_RECORDS = 1000
+
+
+class Naming(TypedDict):
+    """Keyword arguments of every operation that names a prefix."""
+
+    cache_salt: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class CacheRoutes:
+    """The routes, over one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def evict(self, request: Request) -> Response:
+        """Takes a span and all computed after it out of the cache."""
+        fields = await read_request(request, EvictRequest, self._engine.model.name)
+        exact = bool(fields.require_exact)
+        prompt, naming = _name_of(fields)
+        return _answer(await self._engine.cache.evict(prompt, start=fields.start, require_exact=exact, **naming))
+
+    async def quarantine(self, request: Request) -> Response:
+        """Evicts a span and keeps it out of the cache."""
+        fields = await read_request(request, EvictRequest, self._engine.model.name)
+        exact = bool(fields.require_exact)
+        prompt, naming = _name_of(fields)
+        return _answer(await self._engine.cache.quarantine(prompt, start=fields.start, require_exact=exact, **naming))
+
+    async def lift(self, request: Request) -> Response:
+        """Ends a quarantine."""
+        fields = await read_request(request, LiftRequest, self._engine.model.name)
+        prompt, naming = _name_of(fields)
+        return _answer(await self._engine.cache.lift(prompt, start=fields.start, **naming))
+
+    async def pin(self, request: Request) -> Response:
+        """Keeps a prefix from being evicted."""
+        fields = await read_request(request, PinRequest, self._engine.model.name)
+        prompt, naming = _name_of(fields)
+        exact = bool(fields.require_exact)
+        return _answer(await self._engine.cache.pin(prompt, require_exact=exact, **naming))
+
+    async def lease(self, request: Request) -> Response:
+        """Keeps a prefix for some time."""
+        fields = await read_request(request, LeaseRequest, self._engine.model.name)
+        prompt, naming = _name_of(fields)
+        if fields.ttl_s is None:
+            raise InvalidRequest("ttl_s is missing", param="ttl_s")
+        exact = bool(fields.require_exact)
+        return _answer(await self._engine.cache.lease(prompt, fields.ttl_s, require_exact=exact, **naming))
+
+    async def unpin(self, request: Request) -> Response:
+        """Ends a pin or a lease."""
+        fields = await read_request(request, UnpinRequest, self._engine.model.name)
+        if fields.pin_id is None:
+            raise InvalidRequest("pin_id is missing", param="pin_id")
+        return _answer(await self._engine.cache.unpin(fields.pin_id))
+
+    async def prewarm(self, request: Request) -> Response:
+        """Computes a prefix into the cache."""
+        fields = await read_request(request, NamedRequest, self._engine.model.name)
+        prompt, naming = _name_of(fields)
+        return _answer(await self._engine.cache.prewarm(prompt, **naming))
+
+    async def reset(self, request: Request) -> Response:
+        """Forgets everything cached."""
+        fields = await read_request(request, ResetRequest, self._engine.model.name)
+        return _answer(await self._engine.cache.reset(force=bool(fields.force)))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """The same at vLLM's address, with vLLM's query parameter for the forced form."""
+        given = request.query_params.get("reset_running_requests", "false").lower()
+        if given not in ("true", "false", "1", "0"):
+            raise InvalidRequest(
+                f"reset_running_requests={given!r} must be true or false", param="reset_running_requests"
+            )
+        return _answer(await self._engine.cache.reset(force=given in ("true", "1")))
+
+    async def audit(self, request: Request) -> Response:
+        """The newest records of the audit log, oldest first; `?limit=` bounds them."""
+        given = request.query_params.get("limit", str(MAX_RECORDS))
+        if not given.isascii() or not given.isdecimal():
+            raise InvalidRequest(f"limit={given!r} must be a whole number", param="limit")
+        records = self._engine.cache.audit(min(int(given), MAX_RECORDS))
+        return json_response(orjson.dumps({"records": [dataclasses.asdict(record) for record in records]}))
+
+    async def stats(self, request: Request) -> Response:
+        """Sizes, pins and counters."""
+        return json_response(orjson.dumps(dataclasses.asdict(self._engine.cache.stats())))
+
+
+def _name_of(fields: NamedRequest) -> tuple[Prompt, Naming]:
+    """The prefix that a request names.
+
+    Raises:
+        InvalidRequest: both `prompt` and `messages`, or neither.
+    """
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    prompt: Prompt = engine_messages(fields) if fields.prompt is None else fields.prompt
+    return prompt, {
+        "cache_salt": fields.cache_salt,
+        "add_generation_prompt": bool(fields.add_generation_prompt),
+        "continue_final_message": bool(fields.continue_final_message),
+        "chat_template_kwargs": fields.chat_template_kwargs,
+    }
+
+
+def _answer(reply: CacheReply) -> Response:
+    return json_response(orjson.dumps(dataclasses.asdict(reply)), 409 if reply.status == "refused" else 200)

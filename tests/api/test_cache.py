@@ -1,0 +1,260 @@
+"""The governed cache over HTTP and from the command line, on a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from aioengine.api.app import create_app
+from aioengine.cli import EXIT_FAILED, EXIT_USAGE, main
+from aioengine.config import ServerConfig
+from aioengine.errors import InvalidConfig
+from tests.api.conftest import MakeClient, RunningServer, running_server
+from tests.api.fake_engine import FakeEngine
+from tests.engine.conftest import MakeEngine, make_engine, tiny_folder, tiny_model
+
+__all__ = ["make_engine", "tiny_folder", "tiny_model"]
+
+KEY = {"Authorization": "Bearer secret"}
+ADMIN = {"enable_admin": True, "admin_api_key": "secret"}
+POSTS = ["evict", "quarantine", "lift", "pin", "lease", "unpin", "prewarm", "reset"]
+SYSTEM = "You are a helpful machine that answers in letters. "
+FIRST, SECOND = SYSTEM + "The first document is about birds.", SYSTEM + "Another document, about fish and more."
+
+
+@pytest.fixture
+async def server(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningServer]:
+    for name in ("AIOENGINE_API_KEY", "AIOENGINE_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    async with make_engine() as engine, running_server(engine, log_level="warning", **ADMIN) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: RunningServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, prompt: str, **fields: object) -> tuple[str, int]:
+    """Text, and how many prompt tokens were cached."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def govern(client: httpx.AsyncClient, operation: str, **fields: object) -> dict[str, Any]:
+    response = await client.post(f"/admin/cache/{operation}", json=fields, headers=KEY)
+    reply: dict[str, Any] = response.json()
+    assert response.status_code == (409 if reply["status"] == "refused" else 200), reply
+    return reply
+
+
+async def test_a_span_is_evicted_and_answers_stay(client: httpx.AsyncClient) -> None:
+    texts = [(await complete(client, prompt))[0] for prompt in (FIRST, SECOND)]
+    reply = await govern(client, "evict", prompt=FIRST, start=len(SYSTEM))
+    assert (reply["action"], reply["status"]) == ("evict", "exact") and reply["num_blocks"] >= 2
+    assert await complete(client, SECOND) == (texts[1], 80)
+    assert await complete(client, FIRST) == (texts[0], 48)
+    assert await complete(client, FIRST) == (texts[0], 80)
+
+
+async def test_tenants_are_apart_and_quarantined_apart(client: httpx.AsyncClient) -> None:
+    text, cached = await complete(client, FIRST, cache_salt="a")
+    assert cached == 0 and await complete(client, FIRST, cache_salt="b") == (text, 0)
+    reply = await govern(client, "quarantine", prompt=FIRST, start=0, cache_salt="a", require_exact=True)
+    assert reply["status"] == "exact" and reply["cache_salt"] == "a"
+    for _ in range(2):
+        assert await complete(client, FIRST, cache_salt="a") == (text, 0)
+        assert await complete(client, FIRST, cache_salt="b") == (text, 80)
+    records = (await client.get("/admin/cache/audit", headers=KEY)).json()["records"]
+    assert [(r["action"], r["cache_salt"]) for r in records] == [("quarantine", "a")]
+    assert (await govern(client, "lift", prompt=FIRST, start=0, cache_salt="a"))["status"] == "exact"
+    assert [(await complete(client, FIRST, cache_salt="a"))[1] for _ in range(2)] == [0, 80]
+
+
+async def test_prewarm_pin_lease_and_unpin(client: httpx.AsyncClient) -> None:
+    refused = await govern(client, "pin", prompt=FIRST)
+    assert refused["status"] == "refused" and "prewarm it first" in refused["reason"]
+    assert (await govern(client, "prewarm", prompt=FIRST))["num_blocks"] == 5
+    pinned = await govern(client, "pin", prompt=FIRST)
+    leased = await govern(client, "lease", prompt=FIRST, ttl_s=600)
+    assert (pinned["num_blocks"], leased["expires_in_s"]) == (5, 600.0)
+    assert (await complete(client, FIRST))[1] == 80
+    stats = (await client.get("/admin/cache/stats", headers=KEY)).json()
+    assert stats["num_pinned_blocks"] == 5 and set(stats["leases"]) == {leased["pin_id"]}
+    refused = await govern(client, "reset")
+    assert refused["status"] == "refused" and "2 pins" in refused["reason"]
+    for reply in (pinned, leased):
+        assert (await govern(client, "unpin", pin_id=reply["pin_id"]))["status"] == "exact"
+    assert (await govern(client, "unpin", pin_id="pin-1"))["status"] == "refused"
+    assert (await govern(client, "reset"))["num_blocks"] >= 5
+
+
+async def test_chat_messages_name_a_prefix(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "hello"}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    for _ in range(2):
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert (await govern(client, "evict", messages=messages[:1], start=0))["num_blocks"] > 0
+    answer = (await client.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_forced_reset_at_vllms_address_changes_no_answer(client: httpx.AsyncClient) -> None:
+    long = {"max_tokens": 60, "ignore_eos": True}
+    expected, _ = await complete(client, FIRST, **long)
+    running = asyncio.create_task(complete(client, FIRST, **long))
+    statuses = set()
+    while not running.done():
+        forced = await client.post("/reset_prefix_cache?reset_running_requests=true", headers=KEY)
+        assert forced.status_code == 200 and forced.json()["status"] == "exact"
+        statuses.add((await client.post("/reset_prefix_cache", headers=KEY)).status_code)
+        await asyncio.sleep(0.05)
+    assert (await running)[0] == expected and statuses <= {200, 409}
+    wrong = await client.post("/reset_prefix_cache?reset_running_requests=perhaps", headers=KEY)
+    assert wrong.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("operation", "body", "param"),
+    [
+        ("evict", {}, "prompt"),
+        ("evict", {"prompt": "a", "messages": []}, "prompt"),
+        ("evict", {"messages": []}, "messages"),
+        ("evict", {"prompt": "abc", "start": 7}, "start"),
+        ("evict", {"prompt": "abc", "force": True}, "force"),
+        ("pin", {"prompt": "abc", "start": 1}, "start"),
+        ("lease", {"prompt": "abc"}, "ttl_s"),
+        ("lease", {"prompt": "abc", "ttl_s": -1}, "ttl_s"),
+        ("unpin", {}, "pin_id"),
+        ("prewarm", {"prompt": [10**7]}, "prompt"),
+        ("reset", {"force": "yes"}, "force"),
+    ],
+)
+async def test_bad_requests_say_what_is_wrong(
+    client: httpx.AsyncClient, operation: str, body: dict[str, object], param: str
+) -> None:
+    response = await client.post(f"/admin/cache/{operation}", json=body, headers=KEY)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_audit_s_limit_is_checked(client: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        await govern(client, "reset")
+    assert len((await client.get("/admin/cache/audit?limit=2", headers=KEY)).json()["records"]) == 2
+    assert (await client.get("/admin/cache/audit?limit=-2", headers=KEY)).status_code == 400
+
+
+# ---- who may ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"api_key": "other"}], ids=["open", "with an API key"])
+async def test_admin_routes_need_the_admin_key(make_client: MakeClient, options: dict[str, str]) -> None:
+    client = make_client(**ADMIN, **options)
+    posts = [*(f"/admin/cache/{post}" for post in POSTS), "/reset_prefix_cache"]
+    gets = ["/admin/cache/audit", "/admin/cache/stats"]
+    for method, path in [*(("POST", path) for path in posts), *(("GET", path) for path in gets)]:
+        bare = await client.request(method, path, json={})
+        assert (bare.status_code, bare.json()["error"]["code"]) == (401, "invalid_admin_key"), path
+        for wrong in ("Bearer wrong", "Bearer other", "Basic secret", "Bearer secret2", "Bearer"):
+            response = await client.request(method, path, json={}, headers={"Authorization": wrong})
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "invalid_admin_key"), path
+
+
+async def test_the_admin_key_opens_nothing_else(make_client: MakeClient) -> None:
+    client = make_client(**ADMIN, api_key="other")
+    assert (await client.get("/v1/models", headers=KEY)).status_code == 401
+    assert (await client.get("/v1/models", headers={"Authorization": "Bearer other"})).status_code == 200
+
+
+async def test_without_enable_admin_there_are_no_such_routes(make_client: MakeClient) -> None:
+    client = make_client()
+    for path in ("/admin/cache/reset", "/admin/cache/stats", "/reset_prefix_cache"):
+        for method in ("GET", "POST"):
+            assert (await client.request(method, path, headers=KEY)).status_code == 404
+
+
+def test_admin_without_a_key_does_not_start(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("AIOENGINE_ADMIN_KEY", raising=False)
+    with pytest.raises(InvalidConfig, match="enable_admin needs a key"):
+        create_app(engine, ServerConfig(enable_admin=True))
+    with pytest.raises(InvalidConfig, match="add --enable-admin"):
+        create_app(engine, ServerConfig(admin_api_key="k"))
+    assert main(["serve", "--port", "0", "--enable-admin", "--model", "nowhere"]) == EXIT_USAGE
+    assert "enable_admin needs a key: give --admin-api-key or set AIOENGINE_ADMIN_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("AIOENGINE_ADMIN_KEY", "from the environment")
+    assert ServerConfig(enable_admin=True).effective_admin_key() == "from the environment"
+    assert ServerConfig().effective_admin_key() is None
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+Run = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def run_cli(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    async def run(operation: str, *argv: str) -> tuple[int, Any]:
+        line = ["cache", operation, "--url", server.url, "--admin-key", "secret", *argv]
+        code = await asyncio.to_thread(main, line)
+        out = capsys.readouterr()
+        return code, json.loads(out.out) if out.out else out.err
+
+    return run
+
+
+async def test_every_operation_from_the_command_line(
+    run_cli: Callable[..., Any], client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    ids = (await client.post("/tokenize", json={"prompt": FIRST})).json()["tokens"]
+    messages = tmp_path / "messages.json"
+    messages.write_text(json.dumps([{"role": "user", "content": "A long enough message to fill a block."}]))
+    code, reply = await run_cli("prewarm", FIRST, "--cache-salt", "t")
+    assert (code, reply["status"], reply["cache_salt"], reply["num_blocks"]) == (0, "exact", "t", 5)
+    code, pinned = await run_cli("pin", "--token-ids", ",".join(map(str, ids)), "--cache-salt", "t")
+    assert (code, pinned["num_blocks"]) == (0, 5)
+    code, leased = await run_cli("lease", FIRST, "--cache-salt", "t", "--ttl-s", "60", "--require-exact")
+    assert (code, leased["expires_in_s"]) == (0, 60.0)
+    assert (await run_cli("unpin", pinned["pin_id"]))[0] == 0
+    code, reply = await run_cli("evict", FIRST, "--cache-salt", "t", "--start", "20")
+    assert (code, reply["num_pins_broken"], reply["num_blocks"]) == (0, 1, 4)
+    assert (await run_cli("prewarm", "--messages", str(messages)))[1]["status"] == "exact"
+    assert (await run_cli("quarantine", "--messages", str(messages), "--start", "0"))[1]["num_blocks"] >= 1
+    assert (await run_cli("lift", "--messages", str(messages), "--start", "0"))[0] == 0
+    assert (await run_cli("reset", "--force"))[1]["status"] == "exact"
+    assert (await run_cli("stats"))[1]["num_cached_blocks"] == 0
+    code, audit = await run_cli("audit", "--limit", "3")
+    assert [record["action"] for record in audit["records"]] == ["quarantine", "lift", "reset"]
+
+
+async def test_refusals_and_errors_have_exit_codes(
+    run_cli: Callable[..., Any], server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, reply = await run_cli("unpin", "pin-77")
+    assert (code, reply["status"]) == (EXIT_FAILED, "refused")
+    for argv, code, text in [
+        (["evict", "abc", "--start", "9"], EXIT_FAILED, "the server answers 400: start=9 is not a token"),
+        (["evict", "--token-ids", "1,x"], EXIT_USAGE, "--token-ids '1,x' must be numbers"),
+        (["evict", "--messages", "/nowhere.json"], EXIT_USAGE, "--messages /nowhere.json cannot be read"),
+        (["stats", "--admin-key", "wrong"], EXIT_FAILED, "the server answers 403: the admin key is wrong"),
+        (["stats", "--url", "http://127.0.0.1:1"], EXIT_FAILED, "cannot be reached"),
+        (["stats", "--url", "nonsense"], EXIT_USAGE, "must look like http://HOST:PORT"),
+    ]:
+        found, err = await run_cli(*argv)
+        assert (found, text in err) == (code, True), err
+
+
+def test_the_command_line_needs_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("AIOENGINE_ADMIN_KEY", raising=False)
+    assert main(["cache", "stats"]) == EXIT_USAGE
+    assert "no admin key: give --admin-key or set AIOENGINE_ADMIN_KEY" in capsys.readouterr().err
