@@ -32,8 +32,7 @@ MAX_LEASE_S = 366 * 86400.0
 
 OFF = "prefix caching is off; start with --enable-prefix-caching"
 INEXACT = (
-    "the name ends inside a block, and the tokens of cached blocks are not kept: "
-    "every block that continues the same prefix was evicted"
+    "the name ends inside a block, and without --enable-partial-block-reuse the tokens of cached blocks are not kept"
 )
 
 
@@ -143,14 +142,13 @@ class CacheAdmin:
             return self._book(action, "refused", reason=OFF, **facts)
         done = self._control.evict(name, require_exact=require_exact)
         if done is None:
-            reason = "the name ends inside a block, and the tokens of cached blocks are not kept"
-            return self._book(action, "refused", reason=reason, **facts)
+            return self._book(action, "refused", reason=INEXACT, **facts)
         is_exact, num_blocks, num_in_use, num_requests, num_broken = done
         self._forget_broken_leases()
         return self._book(
             action,
             "exact" if is_exact else "degraded",
-            reason=None if is_exact else INEXACT,
+            reason=None if is_exact else f"{INEXACT}: every block that continues the same prefix was evicted",
             num_blocks=num_blocks,
             num_blocks_in_use=num_in_use,
             num_requests=num_requests,

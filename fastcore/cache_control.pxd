@@ -1,5 +1,5 @@
 # What an operator does to the prefix cache by name: evict, quarantine, pin, reset.
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport Hash
 from aioengine.fastcore.kv_manager cimport KVManager
@@ -16,6 +16,7 @@ cdef class CacheControl:
 
     cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1
     cdef list roots_of_span(self, NamedPrefix name, bint* is_exact)
+    cdef bint continues(self, NamedPrefix name, int32_t parent, int32_t block_id) except *
     cdef list below(self, int32_t block_id)
     cdef int break_pins(self, set gone) except -1
     cdef int keep_back(self, NamedPrefix name) except -1

@@ -22,7 +22,7 @@ class CacheControl:
 
         Returns:
             Whether it was exact, blocks taken out, of those still in use, requests that go on with them, and
-            pins broken; None if it would not be exact and has to be: then nothing changes.
+            pins broken; None if it cannot be done, or not exactly and has to be: then nothing changes.
         """
     def bar(self, name: NamedPrefix) -> bool:
         """From now on the span is never cached; False if it is barred already."""

@@ -6,8 +6,9 @@ are offered to the map again. The engine's `cache_admin` is the only caller and 
 """
 import cython
 
+from aioengine.fastcore.block_hash cimport same_hash
 from aioengine.fastcore.block_pool cimport NULL_BLOCK
-from aioengine.fastcore.prefix_tree cimport ROOT
+from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 
 
 @cython.final
@@ -40,19 +41,43 @@ cdef class CacheControl:
         return block_id
 
     cdef list roots_of_span(self, NamedPrefix name, bint* is_exact):
-        """The cached blocks in which the span begins. Inexact: among them are others with the same parent."""
-        cdef list before = []
+        """The cached blocks in which the span begins. Inexact: among them are others with the same parent.
+
+        None if they cannot be told from those of other tenants.
+        """
         cdef list found = []
+        cdef list roots = []
         cdef int32_t parent
+        cdef uint32_t lane
         is_exact[0] = True
         if name.num_tokens >= (name.span_block + 1) * name.block_size:
             self.walk(name, name.span_block + 1, found)
             return found[name.span_block:]
-        parent = self.walk(name, name.span_block, before)
-        if len(before) < name.span_block:
+        parent = self.walk(name, name.span_block, found)
+        if len(found) < name.span_block:
             return []
-        is_exact[0] = False
-        return self.kv.prefix_map.tree.children_of(parent) if parent != ROOT else []
+        if self.kv.block_tokens is None:
+            is_exact[0] = False
+            return self.kv.prefix_map.tree.children_of(parent) if parent != ROOT else None
+        lane = lane_of(name.first_tail, name.tokens[0])
+        for block_id in self.kv.prefix_map.tree.children_of(parent, lane):
+            if self.continues(name, parent, block_id):
+                roots.append(block_id)
+        return roots
+
+    cdef bint continues(self, NamedPrefix name, int32_t parent, int32_t block_id) except *:
+        """Whether a child of the last full block of a name begins like the rest of the name, and is its tenant's."""
+        cdef int32_t start = name.span_block * name.block_size
+        cdef int32_t rest = name.num_tokens - start
+        cdef Hash expected
+        if self.kv.block_tokens.num_common(block_id, &name.tokens[start], rest) < rest:
+            return False
+        self.kv.hasher.hash_block(
+            &self.kv.hasher.root if parent == ROOT else &self.kv.pool.blocks[parent].hash,
+            self.kv.block_tokens.of(block_id), name.block_size,
+            name.first_tail if parent == ROOT else name.later_tail, &expected,
+        )
+        return same_hash(&expected, &self.kv.pool.blocks[block_id].hash)
 
     cdef list below(self, int32_t block_id):
         """A cached block and all cached after it."""
@@ -67,14 +92,14 @@ cdef class CacheControl:
         """Takes a span and all computed after it out of the cache.
 
         Returns (is_exact, blocks taken out, of those in use, requests that go on with them, pins broken), or
-        None if it would not be exact and has to be; then nothing changes.
+        None if it cannot be done, or not exactly and has to be; then nothing changes.
         """
         cdef bint is_exact
         cdef list roots = self.roots_of_span(name, &is_exact)
         cdef set gone = set()
         cdef int num_broken, num_requests
         cdef int in_use = 0
-        if not is_exact and require_exact:
+        if roots is None or (require_exact and not is_exact):
             return None
         for root in roots:
             gone.update(self.below(root))

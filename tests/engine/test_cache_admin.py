@@ -164,15 +164,23 @@ async def test_chat_messages_name_what_a_conversation_goes_on_from(make_engine: 
         assert (await ask(engine, messages, SHORT)).usage.cached_tokens == 0 and answer.token_ids == again.token_ids
 
 
-async def test_a_name_inside_a_block_is_said_to_be_inexact(make_engine: MakeEngine) -> None:
+async def test_a_name_inside_a_block_is_exact_unless_tokens_are_not_kept(make_engine: MakeEngine) -> None:
+    prompts = [SYSTEM + end for end in ("one, and on to the next block", "two, and on to the next block")]
     async with make_engine() as engine:
-        for end in ("one, and on to the next block", "two, and on to the next block"):
-            await ask(engine, SYSTEM + end, SHORT)
-        name = SYSTEM + "on"
-        strict = await engine.cache.evict(name, require_exact=True)
-        assert strict.status == "refused" and "ends inside a block" in (strict.reason or "")
-        loose = await engine.cache.evict(name)
-        assert loose.status == "degraded" and "ends inside a block" in (loose.reason or "") and loose.num_blocks >= 2
+        for prompt in prompts:
+            await ask(engine, prompt, SHORT)
+        reply = await engine.cache.evict(SYSTEM + "on", require_exact=True)
+        assert reply.status == "exact" and reply.num_blocks >= 2
+        assert [await cached(engine, prompt) // 16 for prompt in prompts] == [3, 4]
+    async with make_engine(enable_partial_block_reuse=False) as engine:
+        for prompt in prompts:
+            await ask(engine, prompt, SHORT)
+        strict = await engine.cache.evict(SYSTEM + "on", require_exact=True)
+        assert strict.status == "refused" and "the name ends inside a block" in (strict.reason or "")
+        loose = await engine.cache.evict(SYSTEM + "on")
+        assert loose.status == "degraded" and "every block that continues the same prefix" in (loose.reason or "")
+        assert [await cached(engine, prompt) // 16 for prompt in prompts] == [3, 3]
+        assert (await engine.cache.evict("You")).status == "refused"
 
 
 async def test_without_prefix_caching_everything_is_refused(make_engine: MakeEngine) -> None:

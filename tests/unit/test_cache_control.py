@@ -167,7 +167,19 @@ def test_after_a_preemption_what_is_computed_again_may_be_cached() -> None:
     assert cache.hits(1, 2, 3, 4) == 2
 
 
-def test_a_name_that_ends_inside_a_block_is_degraded_or_refused() -> None:
+def test_a_name_that_ends_inside_a_block_is_exact_where_tokens_are_kept() -> None:
+    cache = Cache(enable_partial_block_reuse=True)
+    for salt in (b"", b"t"):
+        for ids in ((1, 2, 3, 5), (1, 2, 3, 6), (1, 2, 4, 5), (1, 8, 3, 5)):
+            cache.serve(*ids, salt=salt)
+    assert cache.control.evict(cache.name(1, 2, 3), require_exact=True) == (True, 2, 0, 0, 0)
+    hits = [cache.hits(*ids) for ids in ((1, 2, 3, 5), (1, 2, 3, 6), (1, 2, 4, 5), (1, 8, 3, 5))]
+    assert hits == [1, 1, 2, 2]
+    assert cache.control.evict(cache.name(1), require_exact=True) == (True, 4, 0, 0, 0)
+    assert cache.kv.prefix_map.num_entries == 6 and cache.hits(1, 2, 3, 5, salt=b"t") == 2
+
+
+def test_a_name_that_ends_inside_a_block_is_degraded_or_refused_where_they_are_not() -> None:
     cache = Cache()
     for last in (3, 4):
         cache.serve(1, 2, last, 5)
@@ -176,6 +188,7 @@ def test_a_name_that_ends_inside_a_block_is_degraded_or_refused() -> None:
     assert cache.hits(1, 2, 3, 5) == 2
     assert cache.control.evict(name) == (False, 2, 0, 0, 0)
     assert (cache.hits(1, 2, 3, 5), cache.hits(1, 2, 4, 5)) == (1, 1)
+    assert cache.control.evict(cache.name(1)) is None  # first blocks are of all tenants
 
 
 def test_quarantine_lasts_until_it_is_lifted() -> None:
@@ -293,12 +306,17 @@ prompts = st.tuples(st.sampled_from([b"", b"t"]), st.lists(st.integers(1, 2), mi
     named=prompts,
     data=st.data(),
     quarantine=st.booleans(),
+    keeps_tokens=st.booleans(),
 )
 def test_exactly_the_span_and_what_saw_it_goes(
-    served: list[tuple[tuple[bytes, Ids], bool]], named: tuple[bytes, Ids], data: st.DataObject, quarantine: bool
+    served: list[tuple[tuple[bytes, Ids], bool]],
+    named: tuple[bytes, Ids],
+    data: st.DataObject,
+    quarantine: bool,
+    keeps_tokens: bool,
 ) -> None:
     """A random tree of prefixes, some of them in use, against what the names themselves say."""
-    cache = Cache(num_blocks=200)
+    cache = Cache(num_blocks=1000, enable_partial_block_reuse=keeps_tokens)
     running = []
     for (salt, ids), stays in served:
         if stays:
@@ -309,10 +327,8 @@ def test_exactly_the_span_and_what_saw_it_goes(
     start = data.draw(st.integers(0, len(ids) - 1))
     name = cache.name(*ids, salt=salt, start=start)
     at = start // BLOCK_SIZE
-    fills = len(ids) >= (at + 1) * BLOCK_SIZE
-    telling = (at + 1) * BLOCK_SIZE if fills else at * BLOCK_SIZE
-    if not fills and at == 0:
-        telling = 0
+    is_exact = keeps_tokens or len(ids) >= (at + 1) * BLOCK_SIZE
+    telling = min(len(ids), (at + 1) * BLOCK_SIZE) if is_exact else at * BLOCK_SIZE
 
     def saw(other_salt: bytes, other: Ids) -> bool:
         """Whether the last block of a prefix holds the span or comes after it."""
@@ -334,15 +350,18 @@ def test_exactly_the_span_and_what_saw_it_goes(
         cache.control.bar(name)
     cache.check()
     after = cached()
-    assert done is not None
-    if fills or at > 0:
-        assert after == {(s, p) for s, p in before if not saw(s, p)}
+    assert (done is None) == (not is_exact and at == 0)
+    if done is None:
+        assert after == before
+        return
+    assert done[0] >= is_exact and done[1] >= len(before) - len(after)
+    assert after == {(s, p) for s, p in before if not saw(s, p)}
     for request in running:
         cache.scheduler.abort(request)
         cache.check()
-    if fills:
+    if is_exact:
         assert not any(saw(s, p) for s, p in cached())
-    if fills and quarantine:
+    if is_exact and quarantine:
         for s, p in prefixes[::7]:
             cache.serve(*p, 1, salt=s)
         assert not any(saw(s, p) for s, p in cached())
