@@ -47,7 +47,7 @@ FAULTS = (
     Fault(
         "skip the touch of hit blocks",
         "fastcore/kv_manager.pyx",
-        "            self.pool.hit(request.blocks[i])\n",
+        "            self.take_hit(request, request.blocks[i])\n",
         "            pass\n",
     ),
     Fault("count free hits as free", "fastcore/kv_manager.pyx", "- num_hits + free_hits -", "- num_hits -"),
@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         "keep the map entry of a block that is taken",
         "fastcore/kv_manager.pyx",
-        "            if self.pool.blocks[block_id].flags & HASHED:\n                self",
-        "            if False:\n                self",
+        "            if self.pool.blocks[block_id].flags & HASHED:\n                # Before",
+        "            if False:\n                # Before",
     ),
     Fault(
         "hash without the parent",
@@ -87,8 +87,8 @@ FAULTS = (
     Fault(
         "free a block that has another owner",
         "fastcore/block_pool.pyx",
-        "        if block.num_refs > 0:\n            return 0\n        if CHECKED and not",
-        "        if block.num_refs > 1:\n            return 0\n        if CHECKED and not",
+        "        if block.num_refs > 0:\n            return 0\n        self.enlist",
+        "        if block.num_refs > 1:\n            return 0\n        self.enlist",
     ),
     Fault(
         "leave a block that is hit in the free list",
@@ -176,6 +176,42 @@ FAULTS = (
         "fastcore/kv_manager.pyx",
         "            self.pool.release(request.copy_source)\n            request.copy_source =",
         "            request.copy_source =",
+    ),
+    Fault(
+        "let the source of a copy be a victim",
+        "fastcore/kv_manager.pyx",
+        "            self.take_hit(request, request.copy_source)\n",
+        "            self.pool.blocks[request.copy_source].num_refs += 1\n",
+    ),
+    Fault(
+        "share the block that is not full",
+        "fastcore/kv_manager.pyx",
+        "full = shared // self.block_size",
+        "full = self.blocks_for(shared)",
+    ),
+    Fault(
+        "copy from siblings that have not got so far",
+        "fastcore/request.pyx",
+        "if member.num_computed_tokens >= self.num_prompt_tokens:",
+        "if member.num_computed_tokens > 0:",
+    ),
+    Fault(
+        "take a tenant's block for another's",
+        "fastcore/kv_manager.pyx",
+        "return self.prefix_map.has_hash(block_id, &expected)",
+        "return True",
+    ),
+    Fault(
+        "find one token more than two blocks share",
+        "fastcore/kv_manager.pyx",
+        "                best = common\n",
+        "                best = min(common + 1, most)\n",
+    ),
+    Fault(
+        "send no copies",
+        "fastcore/step_buffer.pyx",
+        "        if request.copy_target != 0:\n",
+        "        if request.copy_target < 0:\n",
     ),
     Fault(
         "an abort that frees nothing",
