@@ -24,6 +24,7 @@ from aioengine.config import CaptureTime
 from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.graphs import Bucket, StepFacts, StepForward, StepOutput
+from aioengine.kernels.choose import DrawTable
 from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
 from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Sampler, SamplingPlan
 
@@ -45,9 +46,8 @@ class _Slot:
     """[2, max_num_seqs] on the device: the side stream reads it while the next step runs."""
     host_packed: torch.Tensor
     """The same, pinned."""
-    temperature: torch.Tensor
-    """By row, pinned: what draws need, copied to the device when a row begins to draw."""
-    seeds: torch.Tensor
+    draws: DrawTable
+    """How each row chooses, pinned: copied to the device when a row begins to draw."""
     reached: torch.cuda.Event
     """The step's end on the compute stream."""
     arrived: torch.cuda.Event
@@ -128,8 +128,7 @@ class CudaRunner:
             torch.empty(num_words, dtype=torch.int32, pin_memory=True),
             torch.zeros(shape, dtype=torch.int32, device=self._compute.device),
             torch.empty(shape, dtype=torch.int32, pin_memory=True),
-            torch.empty(self._max_num_seqs, dtype=torch.float32, pin_memory=True),
-            torch.empty(self._max_num_seqs, dtype=torch.int64, pin_memory=True),
+            DrawTable.zeros(self._max_num_seqs, torch.device("cpu"), pin_memory=True),
             torch.cuda.Event(),
             torch.cuda.Event(),
         )
@@ -227,21 +226,22 @@ class CudaRunner:
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             sampler.join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:])
         if any(not request.sampling.params.is_greedy for request in plan.joined):
-            slot.temperature.numpy()[:], slot.seeds.numpy()[:] = sampler.draws()
-            forward.temperature.copy_(slot.temperature, non_blocking=True)
-            forward.seeds.copy_(slot.seeds, non_blocking=True)
+            for column, values in zip(slot.draws.columns(), sampler.draws(), strict=True):
+                column.numpy()[:] = values
+            forward.draws.copy_(slot.draws)
 
         facts = StepFacts.of(plan.buffer)
         num_samples = facts.num_samples
-        is_plain = sampler.is_plain(facts.sample_rows, facts.sample_num_outputs)
-        output = forward.run(facts, is_plain=is_plain)
+        choice = sampler.choice(facts.sample_rows, facts.sample_num_outputs)
+        output = forward.run(facts, choice=choice)
         pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None)
         if num_samples:
             if not output.has_chosen:
                 rows = output.hidden.index_select(0, output.inputs.sample_indices[:num_samples])
                 device_rows = output.inputs.sample_rows[:num_samples]
-                if is_plain:
-                    forward.choose(rows, device_rows, output.inputs.sample_num_outputs[:num_samples], output.ctx)
+                if choice:
+                    num_outputs = output.inputs.sample_num_outputs[:num_samples]
+                    forward.choose(rows, device_rows, num_outputs, output.ctx, choice)
                 else:
                     logits = model.logits(rows, output.ctx)
                     sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs)

@@ -26,12 +26,13 @@ from aioengine.kernels import step as layout
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
 from aioengine.kernels.block_copy import BlockCopier
-from aioengine.kernels.choose import choose
+from aioengine.kernels.choose import DrawTable, choose
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
 from aioengine.layers.context import StepContext
 from aioengine.layers.ops_cuda import CudaOps, DeviceAttention
 from aioengine.model_spec import ModelSpec
+from aioengine.sampler import Choice
 
 if TYPE_CHECKING:
     from aioengine.models import Model
@@ -110,8 +111,8 @@ class Bucket:
     num_tokens: int
     few_queries: bool
     """No row has more queries than the decode tile takes, so that one attention launch serves all."""
-    chooses: bool
-    """Ends with the choice of every sample, greedy or drawn (`kernels/choose.py`), instead of hidden states."""
+    choice: Choice
+    """How it ends: with hidden states (`OTHER`), or with the choice of every sample (`kernels/choose.py`)."""
 
 
 @dataclass(slots=True)
@@ -184,10 +185,9 @@ class StepForward:
         self.block_table = ints(max_num_seqs, max_blocks)
         self.last_token = ints(max_num_seqs)
         self.packed = ints(2, max_num_seqs)
-        """Choices of plain samples: token ids, then statuses."""
-        self.temperature = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
-        """By persistent row, 0 is greedy; the runner copies it and the seeds here as requests join."""
-        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        """Choices: token ids, then statuses."""
+        self.draws = DrawTable.zeros(max_num_seqs, self._device)
+        """How each persistent row chooses; the runner copies it here as requests join."""
         largest = buckets[-1] if buckets else 0
         self._inputs = StepInputs.empty(largest, max_num_seqs, max_num_seqs, max_blocks, self._device)
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
@@ -197,14 +197,14 @@ class StepForward:
     def num_graphs(self) -> int:
         return sum(entry.graph is not None for entry in self._entries.values())
 
-    def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
-        """Runs the step that lies in `buffer`. `is_plain`: every sample is greedy or an unfiltered draw."""
+    def run(self, facts: StepFacts, *, choice: Choice) -> StepOutput:
+        """Runs the step that lies in `buffer`. `choice`: what all its samples can be chosen with."""
         if facts.num_copies:
             self._copier().copy(self.buffer, facts.num_copies)
         is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
         if not self.buckets or is_long:
             return self._run_at_size(facts)
-        bucket = self.bucket_of(facts, is_plain)
+        bucket = self.bucket_of(facts, choice)
         if self.waits_for_idle_time and bucket not in self._entries:
             bucket = self._larger(bucket, facts.num_tokens) or bucket
         entry = self._entries.get(bucket)
@@ -215,47 +215,53 @@ class StepForward:
         else:
             self._pass(bucket, entry)
         ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.chooses)
+        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.choice > 0)
 
-    def bucket_of(self, facts: StepFacts, is_plain: bool) -> Bucket:
+    def bucket_of(self, facts: StepFacts, choice: Choice) -> Bucket:
         """The smallest bucket that serves a step."""
         few_queries = facts.max_query_len <= self._few_queries
-        return Bucket(
-            self.buckets[bisect_left(self.buckets, facts.num_tokens)],
-            few_queries,
-            is_plain and few_queries and facts.num_samples > 0 and not facts.prompt_spans,
-        )
+        chooses = few_queries and facts.num_samples > 0 and not facts.prompt_spans
+        size = self.buckets[bisect_left(self.buckets, facts.num_tokens)]
+        return Bucket(size, few_queries, choice if chooses else Choice.OTHER)
 
     def _larger(self, bucket: Bucket, num_tokens: int) -> Bucket | None:
         """The next larger bucket that is captured, if a step of so many tokens does not waste too much of it."""
         for size in self.buckets[bisect_left(self.buckets, bucket.num_tokens) + 1 :]:
             if size - num_tokens > MOST_PADDING * size:
                 return None
-            larger = Bucket(size, bucket.few_queries, bucket.chooses)
+            larger = Bucket(size, bucket.few_queries, bucket.choice)
             if larger in self._entries:
                 return larger
         return None
 
     def choose(
-        self, hidden_rows: torch.Tensor, rows: torch.Tensor, num_outputs: torch.Tensor, ctx: StepContext
+        self,
+        hidden_rows: torch.Tensor,
+        rows: torch.Tensor,
+        num_outputs: torch.Tensor,
+        ctx: StepContext,
+        choice: Choice,
     ) -> None:
         """Choice from hidden rows [N, H] of persistent rows [N], kept in `packed` and `last_token`."""
         logits = self._model.logits(hidden_rows, ctx)
-        choose(logits, rows, num_outputs, self.temperature, self.seeds, self.packed, self.last_token)
+        is_filtered = choice == Choice.FILTERED
+        choose(logits, rows, num_outputs, self.draws, self.packed, self.last_token, is_filtered)
 
     def start_buckets(self) -> list[Bucket]:
         """What the first steps need: the largest step, so that all others fit into its memory, and decodes."""
-        decodes = self._decode_sizes()
-        likely = [size for size in decodes if size in AT_START or size == decodes[0]]
-        return [Bucket(self.buckets[-1], False, False), *(Bucket(size, True, True) for size in likely)]
+        largest = Bucket(self.buckets[-1], few_queries=False, choice=Choice.OTHER)
+        return [largest, *(Bucket(size, True, Choice.PLAIN) for size in self._likely_sizes())]
 
     def all_buckets(self) -> list[Bucket]:
-        """Every bucket that steps may come to need, the likeliest first but for the largest."""
+        """Every bucket to be captured ahead, the likeliest first but for the largest."""
+        mixed = [Bucket(size, few_queries=False, choice=Choice.OTHER) for size in reversed(self.buckets)]
+        plain = [Bucket(size, few_queries=True, choice=Choice.PLAIN) for size in self._decode_sizes()]
+        rarer = [Bucket(n, True, choice) for choice in (Choice.FILTERED, Choice.OTHER) for n in self._likely_sizes()]
+        return [*mixed[:1], *plain, *mixed[1:], *rarer]
+
+    def _likely_sizes(self) -> list[int]:
         decodes = self._decode_sizes()
-        plain = [Bucket(size, few_queries=True, chooses=True) for size in decodes]
-        mixed = [Bucket(size, few_queries=False, chooses=False) for size in reversed(self.buckets)]
-        edited = [Bucket(size, few_queries=True, chooses=False) for size in decodes]
-        return [*mixed[:1], *plain, *mixed[1:], *edited]
+        return [size for size in decodes if size in AT_START or size == decodes[0]]
 
     def _decode_sizes(self) -> list[int]:
         """Largest first."""
@@ -331,11 +337,11 @@ class StepForward:
 
     def _pass(self, bucket: Bucket, entry: _Entry) -> None:
         hidden = self._forward(entry)
-        if bucket.chooses:
+        if bucket.choice:
             ctx = StepContext(self._ops, entry.attention, self._kv_caches)
             inputs = entry.inputs
             hidden_rows = hidden.index_select(0, inputs.sample_indices)
-            self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx)
+            self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx, bucket.choice)
         else:
             self._hidden[: bucket.num_tokens].copy_(hidden)
 

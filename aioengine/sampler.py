@@ -10,6 +10,7 @@ it are known on the host. Nothing here knows requests, steps or batches. Called 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -44,6 +45,17 @@ __all__ = [
 ]
 
 _DRAWN, _PENALIZED, _SCORED, _CONSTRAINED, _FILTERED = 1, 2, 4, 8, 16
+
+
+class Choice(IntEnum):
+    """How the tokens of a step can be chosen on the device without the sampler."""
+
+    OTHER = 0
+    """They cannot: some row's logits are edited, or its log-probabilities are wanted."""
+    PLAIN = 1
+    """Every row takes its greatest logit or draws from all tokens."""
+    FILTERED = 2
+    """Some rows draw from what min-p, top-k and top-p leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,8 @@ class Sampler:
         self._penalties = backend.penalties
         self._constraints = Constraints(vocab_size, self.device)
         self._plans: dict[int, SamplingPlan] = {}
-        self._special: set[int] = set()  # rows that are not plain, or were not at first
+        self._special: set[int] = set()  # rows whose choice is OTHER, or was at first
+        self._filtered: set[int] = set()
         self._flags = np.zeros(max_num_seqs, np.int32)  # _CONSTRAINED depends on the position, see _flags_at
         self._constrained_before = np.zeros(max_num_seqs, np.int64)
         self._settings = np.zeros(max_num_seqs, SETTINGS)
@@ -121,8 +134,10 @@ class Sampler:
             self._num_logprobs[row] = p.logprobs
         self._flags[row] = flags
         self._plans[row] = plan
-        if flags & ~_DRAWN or self._constrained_before[row]:
+        if flags & ~(_DRAWN | _FILTERED) or self._constrained_before[row]:
             self._special.add(row)
+        if flags & _FILTERED:
+            self._filtered.add(row)
 
     def leave(self, row: int) -> None:
         """Takes the row back; does nothing if nobody has it."""
@@ -135,17 +150,21 @@ class Sampler:
             self._penalties.leave(row)
         self._flags[row] = 0
         self._special.discard(row)
+        self._filtered.discard(row)
 
-    def is_plain(self, rows: ArrayLike, num_outputs: ArrayLike) -> bool:
-        """Whether each of these rows takes its greatest logit or an unfiltered draw, and is asked nothing else."""
-        if not self._special:
-            return True
-        flags = self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64))
-        return not (flags & ~_DRAWN).any()
+    def choice(self, rows: ArrayLike, num_outputs: ArrayLike) -> Choice:
+        """What serves all of these rows."""
+        if self._special:
+            flags = self._flags_at(np.asarray(rows, np.int64), np.asarray(num_outputs, np.int64))
+            if (flags & ~(_DRAWN | _FILTERED)).any():
+                return Choice.OTHER
+        return Choice.FILTERED if self._filtered else Choice.PLAIN
 
-    def draws(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Temperature, 0 for greedy choice, and seed of every row."""
-        return np.where(self._flags & _DRAWN, self._settings["temperature"], 0), self._settings["seed"]
+    def draws(self) -> tuple[NDArray[np.generic], ...]:
+        """Temperature, 0 for greedy choice, top-p, min-p, top-k and seed of every row."""
+        settings = self._settings
+        temperature = np.where(self._flags & _DRAWN, settings["temperature"], 0)
+        return temperature, settings["top_p"], settings["min_p"], settings["top_k"], settings["seed"]
 
     def sample(self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike) -> SampledStep:
         """Chooses one token for each row of `logits` and counts it as that row's newest output token.

@@ -1,42 +1,74 @@
-"""Chooses the next tokens of plain rows and keeps them: for the host in one piece, for the next step by row.
+"""Chooses the next tokens of simple rows and keeps them: for the host in one piece, for the next step by row.
 
-A row is plain if its token is the greatest logit, or a draw from all tokens at a temperature: nothing filters or
-edits its logits. What a draw needs lies on the device by persistent row, so that a captured graph serves any mix:
+A row is simple if its token is the greatest logit or a seeded draw at a temperature, from all tokens or from those
+that min-p, top-k and top-p leave: nothing edits its logits. What that needs lies on the device by persistent row
+(`DrawTable`), so that a captured graph serves any mix.
 
-    temperature  [max_rows] float32      0 takes the greatest logit
-    seeds        [max_rows] int64        of the row's draws; the bits of an unsigned key
-    packed       [2, max_samples] int32  token ids, then statuses: 0 fine, 1 not finite, 2 all of them -inf
-    last_token   [max_rows] int32        what a -1 in the next step buffer stands for
+    packed      [2, max_samples] int32  token ids, then statuses: 0 fine, 1 not finite, 2 all of them -inf
+    last_token  [max_rows] int32        what a -1 in the next step buffer stands for
 
 Samples with row -1 are padding and leave no trace in `last_token`. The tokens are those of `sampling_triton.py`.
-Called by `aioengine/graphs.py` at the end of a step whose rows are all plain.
+Called by `aioengine/graphs.py` at the end of a step whose rows are all simple.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .jit import INTERPRETED, jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
-from .sampling import draw_ref
-from .sampling_triton import gumbel, sortable
+from .sampling import draw_ref, filter_threshold_ref
+from .sampling_triton import filter_threshold, gumbel, sortable
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTable:
+    """How every persistent row chooses; set by the runner as requests join, [max_rows] each."""
+
+    temperature: torch.Tensor  # float32, 0 takes the greatest logit
+    top_p: torch.Tensor  # float32
+    min_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # int32, the vocabulary's size keeps all
+    seeds: torch.Tensor  # int64, the bits of an unsigned key
+
+    @classmethod
+    def zeros(cls, max_rows: int, device: torch.device, *, pin_memory: bool = False) -> DrawTable:
+        """All rows greedy."""
+
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(max_rows, dtype=dtype, device=device, pin_memory=pin_memory)
+
+        return cls(*(column(torch.float32) for _ in range(3)), column(torch.int32), column(torch.int64))
+
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        return self.temperature, self.top_p, self.min_p, self.top_k, self.seeds
+
+    def copy_(self, other: DrawTable) -> None:
+        """Takes another table over, in stream order."""
+        for own, source in zip(self.columns(), other.columns(), strict=True):
+            own.copy_(source, non_blocking=True)
 
 
 def choose_ref(
     logits: torch.Tensor,
     rows: torch.Tensor,
     num_outputs: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
+    table: DrawTable,
     packed: torch.Tensor,
     last_token: torch.Tensor,
+    is_filtered: bool = True,
 ) -> None:
     """Logits [N, V] of persistent rows [N] whose outputs so far are num_outputs [N]; writes packed and last_token."""
     num_samples, x = len(rows), logits.float()
     at = rows.clamp(min=0).long()
-    ids, divisor = x.argmax(-1), temperature[at]
+    ids, divisor = x.argmax(-1), table.temperature[at]
     drawn = divisor > 0
-    z = x[drawn] / divisor[drawn, None]
-    ids[drawn] = draw_ref(z, torch.full_like(z[:, 0], -torch.inf), seeds[at][drawn], num_outputs[drawn])
+    z, at_drawn = x[drawn] / divisor[drawn, None], at[drawn]
+    threshold = torch.full_like(z[:, 0], -torch.inf)
+    if is_filtered and len(z):
+        threshold = filter_threshold_ref(z, *(t[at_drawn] for t in (table.top_k, table.top_p, table.min_p)))
+    ids[drawn] = draw_ref(z, threshold, table.seeds[at_drawn], num_outputs[drawn])
     top = x.gather(1, ids[:, None])[:, 0]
     packed[0, :num_samples] = ids.int()
     packed[1, :num_samples] = torch.where(torch.isfinite(top), 0, torch.where(top == -torch.inf, 2, 1)).int()
@@ -51,10 +83,12 @@ def _best_of_chunk_kernel(
     num_outputs_ptr,
     temperature_ptr,
     seeds_ptr,
+    threshold_ptr,
     keys_ptr,
     vocab_size,
     blocks_per_program,
     stride_logits_row,
+    HAS_THRESHOLD: tl.constexpr,
     APPROXIMATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -68,6 +102,9 @@ def _best_of_chunk_kernel(
     temperature = tl.load(temperature_ptr + row)
     seed = tl.load(seeds_ptr + row)
     position = tl.load(num_outputs_ptr + sample)
+    threshold = float("-inf")
+    if HAS_THRESHOLD:
+        threshold = tl.load(threshold_ptr + sample)
     best = tl.full([BLOCK], -0x80000000, tl.int32)
     best_index = start + tl.arange(0, BLOCK)
     for first in range(start, tl.minimum(start + blocks_per_program * BLOCK, vocab_size), BLOCK):
@@ -76,8 +113,10 @@ def _best_of_chunk_kernel(
         logits_ptrs = logits_ptr + sample * stride_logits_row + index
         score = tl.load(logits_ptrs, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
         if temperature > 0.0:  # the same for the whole program: greedy rows pay for no noise
-            score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
-            score += gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
+            z = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
+            score = z + gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
+            if HAS_THRESHOLD:  # what is no number stays, to be told
+                score = tl.where((z >= threshold) | (z != z) | (z == float("inf")), score, float("-inf"))
         key = tl.where(mask, sortable(score), -0x80000000)
         is_better = key > best
         best = tl.where(is_better, key, best)
@@ -119,18 +158,19 @@ def choose(
     logits: torch.Tensor,
     rows: torch.Tensor,
     num_outputs: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
+    table: DrawTable,
     packed: torch.Tensor,
     last_token: torch.Tensor,
+    is_filtered: bool = True,
 ) -> None:
-    """Two launches; see `choose_ref`."""
+    """See `choose_ref`; nothing is read back. Without `is_filtered` no row has a filter: two launches."""
     require_kernels(logits.device)
     num_samples, vocab_size = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("logits must be contiguous along the vocabulary")
     if num_samples == 0:
         return
+    threshold = _thresholds(logits, rows, table) if is_filtered else None
     block = 2048
     blocks = triton.cdiv(vocab_size, block)
     blocks_per_program = triton.cdiv(blocks, min(blocks, max(1, 1056 // num_samples), 1024))
@@ -141,12 +181,14 @@ def choose(
         logits,
         rows,
         num_outputs,
-        temperature,
-        seeds,
+        table.temperature,
+        table.seeds,
+        threshold,
         keys,
         vocab_size,
         blocks_per_program,
         logits.stride(0),
+        HAS_THRESHOLD=is_filtered,
         APPROXIMATE=not INTERPRETED,
         BLOCK=block,
         num_warps=8,
@@ -165,3 +207,11 @@ def choose(
         num_warps=1,
         **options,
     )
+
+
+def _thresholds(logits: torch.Tensor, rows: torch.Tensor, table: DrawTable) -> torch.Tensor:
+    """The lowest divided logit that survives each row's filters, float32 [N]."""
+    at = rows.clamp(min=0)
+    temperature, top_p, min_p, top_k = (column.index_select(0, at) for column in table.columns()[:4])
+    divisor = torch.where(temperature > 0, temperature, 1.0)
+    return filter_threshold(logits / divisor[:, None], top_k, top_p, min_p)

@@ -26,12 +26,13 @@ from aioengine.kernels.attention_plan import tile_for
 from aioengine.kernels.sampling import draw_ref
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.loader import load_model
+from aioengine.sampler import Choice
 from tests.kernels.triton_here import need_triton
 from tests.models.plans import FakeRequest, Planner
 from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
-TEMPERATURE, SEED = 5.0, 123_456_789_012
+TEMPERATURE, TOP_K, SEED = 5.0, 12, 123_456_789_012
 
 
 def test_buckets_end_with_the_largest_step_and_pad_little() -> None:
@@ -154,15 +155,16 @@ def run_step(
     """One step as the runner takes it: all rows greedy but for `drawn`."""
     plan = planner.plan(chunks)
     if drawn is not None:
-        forward.temperature[drawn.row], forward.seeds[drawn.row] = TEMPERATURE, SEED
+        forward.draws.temperature[drawn.row], forward.draws.seeds[drawn.row] = TEMPERATURE, SEED
+        forward.draws.top_p[drawn.row], forward.draws.top_k[drawn.row] = 1.0, TOP_K
     forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
     facts = StepFacts.of(plan.buffer)
     with torch.no_grad():
-        output = forward.run(facts, is_plain=True)
+        output = forward.run(facts, choice=Choice.FILTERED)
         if facts.num_samples and not output.has_chosen:
             n, inputs = facts.num_samples, output.inputs
             rows = output.hidden[inputs.sample_indices[:n].long()]
-            forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx)
+            forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx, Choice.FILTERED)
     ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
     assert not status.any()
     planner.update(plan, ids.tolist())
@@ -192,7 +194,8 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
         expected = logits.argmax(-1)
         if request is third:
             seeds, positions = torch.full((len(logits),), SEED), torch.arange(len(logits))
-            expected = draw_ref(logits / TEMPERATURE, torch.full((len(logits),), -torch.inf), seeds, positions)
+            z = logits / TEMPERATURE
+            expected = draw_ref(z, z.topk(TOP_K).values[:, -1], seeds, positions)
             assert expected.tolist() != logits.argmax(-1).tolist()
         assert request.outputs == expected.tolist()
 
@@ -202,7 +205,7 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
 def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) -> None:
     before = [t.clone() for t in (forward.block_table, forward.last_token, *forward._kv_caches)]
     with torch.no_grad(), np.errstate(all="ignore"):
-        forward.prepare(Bucket(2, few_queries=True, chooses=True))
+        forward.prepare(Bucket(2, few_queries=True, choice=Choice.PLAIN))
     after = (forward.block_table, forward.last_token, *forward._kv_caches)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
@@ -217,11 +220,11 @@ def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForw
     planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     step = StepFacts.of(planner.plan({planner.request(range(3)): 3}).buffer)
     for num_tokens in range(1, forward.buckets[-1] + 1):
-        for is_plain in (True, False):
+        for choice in Choice:
             longest = [33] if num_tokens > MAX_SEQS else [1, 33]
             for max_query_len in longest:
                 facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
-                assert forward.bucket_of(facts, is_plain) in ahead
+                assert forward.bucket_of(facts, choice) in ahead
 
 
 @pytest.mark.slow
@@ -231,7 +234,7 @@ def test_a_larger_bucket_makes_up_for_one_that_waits_for_idle_time(
 ) -> None:
     planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
     first, second = planner.request(random_prompt(12, seed=1)), planner.request(random_prompt(15, seed=2))
-    of_16, of_24 = (Bucket(size, few_queries=False, chooses=False) for size in (16, 24))
+    of_16, of_24 = (Bucket(size, few_queries=False, choice=Choice.OTHER) for size in (16, 24))
     forward.waits_for_idle_time = True
     with torch.no_grad(), np.errstate(all="ignore"):
         forward.prepare(of_24)

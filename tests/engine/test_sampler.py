@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
+from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, Choice, RowLogprobs, Sampler, SamplingPlan
 from aioengine.sampling_backend import REFERENCES, DeviceBackend
 from aioengine.types import SamplingParams
 from tests.oracle import sampling_chain as oracle
@@ -170,9 +170,7 @@ LARGE_CASES: list[dict[str, Any]] = [
 def test_both_backends_agree_on_a_real_vocabulary(params: dict[str, Any]) -> None:
     vocab_size, num_rows = 49_157, 6
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * torch.tensor(
-        [[1.0], [3], [3], [6], [6], [12]]
-    )
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * torch.tensor([[1.0], [3], [3], [6], [6], [12]])
     chosen = []
     for make in MAKERS.values():
         sampler = make(vocab_size)
@@ -191,15 +189,19 @@ def test_lowest_id_wins_a_tie_of_greedy_rows(make: MakeSampler) -> None:
     assert sampler.sample(logits, [0], [0]).token_ids.tolist() == [70]
 
 
-def test_plain_rows_are_greedy_or_drawn_without_anything_else(make: MakeSampler) -> None:
+def test_a_choice_serves_all_rows_of_a_step(make: MakeSampler) -> None:
     sampler, plans = make(VOCAB), mixed_plans()
     for choice, plan in enumerate(plans):
         sampler.join(choice, plan, PROMPTS[choice], [])
-    assert [c for c in range(len(plans)) if sampler.is_plain([c], [0])] == [0, 2]
-    assert [c for c in range(len(plans)) if sampler.is_plain([c], [3])] == [0, 2, 8]
-    assert sampler.is_plain([0, 2], [0, 0]) and not sampler.is_plain([0, 8], [0, 0])
+    for choice in (3, 4, 5, 9):
+        sampler.leave(choice)
+    assert [c for c in range(len(plans)) if sampler.choice([c], [0])] == [0, 2, 3, 4, 5, 9]
+    assert [c for c in range(len(plans)) if sampler.choice([c], [3])] == [0, 2, 3, 4, 5, 8, 9]
+    assert sampler.choice([0, 2], [0, 0]) == Choice.PLAIN and sampler.choice([0, 8], [0, 0]) == Choice.OTHER
     sampler.leave(8)
-    assert sampler.is_plain([0, 8], [0, 0])
+    assert sampler.choice([0, 8], [0, 0]) == Choice.PLAIN
+    sampler.join(3, plans[4], [], [])
+    assert sampler.choice([0, 3], [0, 0]) == Choice.FILTERED
 
 
 def test_greedy_rows_ignore_the_filters(make: MakeSampler) -> None:
@@ -276,25 +278,28 @@ def logits_of(choice: int, position: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("params", "is_plain"),
+    ("params", "choice"),
     [
-        ({"temperature": 0.7}, True),
-        ({"temperature": 0.7, "top_k": VOCAB}, True),
-        ({"temperature": 0.7, "top_k": VOCAB - 1}, False),
-        ({"temperature": 0.7, "top_p": 0.99}, False),
-        ({"temperature": 0.7, "min_p": 0.01}, False),
-        ({"temperature": 0.7, "logprobs": 1}, False),
-        ({"temperature": 0.0, "top_p": 0.5}, True),
+        ({"temperature": 0.7}, Choice.PLAIN),
+        ({"temperature": 0.7, "top_k": VOCAB}, Choice.PLAIN),
+        ({"temperature": 0.7, "top_k": VOCAB - 1}, Choice.FILTERED),
+        ({"temperature": 0.7, "top_p": 0.99}, Choice.FILTERED),
+        ({"temperature": 0.7, "min_p": 0.01}, Choice.FILTERED),
+        ({"temperature": 0.7, "logprobs": 1}, Choice.OTHER),
+        ({"temperature": 0.7, "top_p": 0.9, "presence_penalty": 1.0}, Choice.OTHER),
+        ({"temperature": 0.0, "top_p": 0.5}, Choice.PLAIN),
     ],
 )
-def test_draws_are_plain_without_filters(params: dict[str, Any], is_plain: bool) -> None:
+def test_draws_are_chosen_on_the_device_unless_edited(params: dict[str, Any], choice: Choice) -> None:
     sampler = Sampler(VOCAB, 4)
     sampler.join(2, plan_for(VOCAB, seed=5, **params), [], [])
-    assert sampler.is_plain([2], [0]) == is_plain
-    temperature, seeds = sampler.draws()
+    assert sampler.choice([2], [0]) == choice
+    temperature, top_p, min_p, top_k, seeds = sampler.draws()
     assert temperature[2] == np.float32(params["temperature"]) and seeds[2] == 5
+    assert top_p[2] == np.float32(params.get("top_p", 1)) and min_p[2] == np.float32(params.get("min_p", 0))
+    assert top_k[2] == params.get("top_k", VOCAB)
     sampler.join(2, plan_for(VOCAB, temperature=0.0), [], [])
-    assert sampler.draws()[0][2] == 0
+    assert sampler.draws()[0][2] == 0 and sampler.choice([2], [0]) == Choice.PLAIN
 
 
 def entry_of(logprobs: RowLogprobs | None) -> tuple[object, ...]:

@@ -23,6 +23,8 @@ from aioengine import completion, cuda_runner
 from aioengine.device import MemoryReport
 from aioengine.fastcore import native, step_buffer
 from aioengine.graphs import StepFacts, StepOutput
+from aioengine.kernels.choose import DrawTable
+from aioengine.sampler import Choice
 from tests.oracle.device import FakeDevice
 
 PATIENCE = 20
@@ -165,8 +167,7 @@ class _LateForward:
         self.buffer = torch.zeros(4096, dtype=torch.int32)
         self.packed = torch.zeros((2, max_num_seqs), dtype=torch.int32)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int32)
-        self.temperature = torch.zeros(max_num_seqs)
-        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self.draws = DrawTable.zeros(max_num_seqs, torch.device("cpu"))
 
     def all_buckets(self) -> list[Any]:
         return self.sizes
@@ -186,8 +187,8 @@ class _LateForward:
     def warm_long_chunks(self, max_chunk: int) -> None:
         pass
 
-    def run(self, facts: StepFacts, *, is_plain: bool) -> StepOutput:
-        assert is_plain
+    def run(self, facts: StepFacts, *, choice: Choice) -> StepOutput:
+        assert choice == Choice.PLAIN
         self._gpu.queue.append(self._execute)
         return StepOutput(self.packed, None, None, True)  # type: ignore[arg-type]
 
