@@ -6,7 +6,6 @@ are offered to the map again. The engine's `cache_admin` is the only caller and 
 """
 import cython
 
-from aioengine.fastcore.block_hash cimport same_hash
 from aioengine.fastcore.block_pool cimport NULL_BLOCK
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 
@@ -69,15 +68,15 @@ cdef class CacheControl:
         """Whether a child of the last full block of a name begins like the rest of the name, and is its tenant's."""
         cdef int32_t start = name.span_block * name.block_size
         cdef int32_t rest = name.num_tokens - start
+        cdef Hash before = self.kv.hasher.root if parent == ROOT else self.kv.prefix_map.hash_of(parent)
         cdef Hash expected
         if self.kv.block_tokens.num_common(block_id, &name.tokens[start], rest) < rest:
             return False
         self.kv.hasher.hash_block(
-            &self.kv.hasher.root if parent == ROOT else &self.kv.pool.blocks[parent].hash,
-            self.kv.block_tokens.of(block_id), name.block_size,
+            &before, self.kv.block_tokens.of(block_id), name.block_size,
             name.first_tail if parent == ROOT else name.later_tail, &expected,
         )
-        return same_hash(&expected, &self.kv.pool.blocks[block_id].hash)
+        return self.kv.prefix_map.has_hash(block_id, &expected)
 
     cdef list below(self, int32_t block_id):
         """A cached block and all cached after it."""
