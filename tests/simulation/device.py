@@ -18,6 +18,7 @@ import numpy as np
 
 from aioengine.errors import EngineDead
 from aioengine.fastcore import step_buffer as layout
+from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.runner import StepResult
@@ -28,7 +29,9 @@ from tests.simulation.truth import Truth, sampled
 class _Row:
     """One row of a launched step."""
 
-    truth: Truth
+    request: Request
+    num_preemptions: int
+    """Of the request, when the step was launched."""
     table: list[int]
     row: int
     ids: list[int]
@@ -131,7 +134,7 @@ class SimDevice:
         assert not targets & {source for source, _ in copies}, "a block is source and target of copies"
         return copies
 
-    def _read_row(self, plan: StepPlan, i: int, request, record: list[int], tokens: list[int]) -> _Row:  # type: ignore[no-untyped-def]
+    def _read_row(self, plan: StepPlan, i: int, request: Request, record: list[int], tokens: list[int]) -> _Row:
         row, start, num_new, num_computed, flags, sample_index, num_output, _ = record
         truth: Truth = request.sampling
         end = num_computed + num_new
@@ -145,12 +148,30 @@ class SimDevice:
         known = request.num_tokens + request.num_in_flight - (sample_index >= 0)
         assert bool(flags & layout.FLAG_SAMPLE) == (sample_index >= 0) == (end == known and truth.max_tokens > 0)
         assert num_output == known - request.num_prompt_tokens
+        assert num_output < truth.max_tokens or not request.num_in_flight, (
+            f"{request}: its last token is in flight (INV-29)"
+        )
         if sample_index >= 0:
             assert plan.sample_requests[sample_index] is request
         if flags & layout.FLAG_PROMPT_LOGITS:
             assert truth.params.prompt_logprobs is not None and num_computed < truth.num_scored
             truth.num_scored = min(end + 1, len(truth.prompt))
-        return _Row(truth, truth.table, row, tokens[start : start + num_new], num_computed, sample_index, i)
+        ids = tokens[start : start + num_new]
+        return _Row(request, request.num_preemptions, truth.table, row, ids, num_computed, sample_index, i)
+
+    def check_fences(self) -> None:
+        """Blocks of a finished request are its own while a step that writes them has not run (INV-36).
+
+        A preempted one gives them back at once: whatever follows on the device is behind its late writes.
+        """
+        for launched in self._launched:
+            for row in launched.rows:
+                request = row.request
+                if request.status == "finished" and request.num_preemptions == row.num_preemptions:
+                    held = request.block_ids()
+                    assert held == row.table[: len(held)] and len(held) * self._block_size >= row.num_computed + len(
+                        row.ids
+                    ), f"{request} gave back blocks that step {launched.plan.step_id} writes (INV-36)"
 
     # ---- when its time has come -------------------------------------------------------------------------
 
@@ -182,7 +203,7 @@ class SimDevice:
             value = self._run_row(row)
             if row.sample_index < 0:
                 continue
-            truth = row.truth
+            truth: Truth = row.request.sampling
             token_id = sampled(value, truth.seed)
             samples[row.sample_index] = self._last_token[row.row] = token_id
             num_known = row.num_computed + len(row.ids)
@@ -192,7 +213,7 @@ class SimDevice:
 
     def _run_row(self, row: _Row) -> int:
         """Reads the context, writes the new positions; returns the KV of the last one."""
-        truth, kv, size, start = row.truth, self._kv, self._block_size, row.num_computed
+        truth, kv, size, start = row.request.sampling, self._kv, self._block_size, row.num_computed
         end = start + len(row.ids)
         truth.grow(end)
         chain = truth.chain

@@ -83,6 +83,7 @@ class _Watched:
         self._scheduler = scheduler
         self._by_priority = options["policy"] == "priority"
         self._ageing_s = options["priority_ageing_s"]
+        self._uses_all = options["long_prefill_token_threshold"] == options["target_itl_s"] == 0
         limits_long = options["max_num_partial_prefills"] or options["max_long_partial_prefills"]
         self._passable = options["long_prefill_token_threshold"] if limits_long else 0
 
@@ -109,12 +110,23 @@ class _Watched:
             assert len(plan.joined) == 1, f"{plan} admitted others than the one it preempted for (INV-30)"
         if plan.joined:
             self._check_order(plan)
+        if self._uses_all and plan.num_tokens < scheduler.max_num_scheduled_tokens:
+            self._check_nothing_is_left(plan)
         if alone:
             num_new, request = plan.num_new(0), plan.requests[0]
             missing = request.num_tokens + request.num_in_flight - plan.num_computed(0)
             missing -= plan.num_samples  # what it samples now is in flight already
             assert num_new == min(missing, scheduler.max_num_scheduled_tokens), f"{request} was cut alone (INV-28)"
         return plan
+
+    def _check_nothing_is_left(self, plan: StepPlan) -> None:
+        """With tokens of the budget left, nobody who runs has to wait for any; also after preemptions (INV-31)."""
+        if self._scheduler.num_in_flight_steps > 1:
+            return  # blocks may be on their way back, or a last token
+        for request in self._scheduler.running_requests():
+            samples = request in plan.sample_requests
+            missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens - samples
+            assert missing == 0, f"{request} could have had {missing} tokens more in {plan} (INV-31)"
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody was passed by one who came later or is less important (INV-34)."""
@@ -201,6 +213,7 @@ class _World:
         self.report.digest = zlib.crc32(result.token_ids.tobytes(), self.report.digest * 31 + plan.num_tokens)
         self.live.settle(plan, result)
         self.scheduler.check_invariants()
+        self.device.check_fences()
         self.control.check()
         for name in self.barred:
             assert self.control.cached_blocks(name) <= name.span_block, "a span in quarantine is cached (INV-70)"
@@ -232,6 +245,7 @@ class _World:
                 break
             self._do(event)
             self.scheduler.check_invariants()
+            self.device.check_fences()
             self.steps.wake()
         while self.readers:
             await asyncio.wait((next(iter(self.readers.values())),))
