@@ -76,8 +76,6 @@ cdef class BlockPool:
     cdef int hit(self, int32_t block_id) except -1:
         """One owner more, who found the block by its hash."""
         self.blocks[block_id].flags &= ~<uint32_t> PREWARMED
-        if self.order is not None:
-            self.order.hit(block_id)
         return self.acquire(block_id)
 
     cdef int release(self, int32_t block_id) except -1:

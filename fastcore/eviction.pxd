@@ -15,6 +15,7 @@ cdef struct Worth:    # 32 bytes
     int32_t num_hits
     int32_t depth       # its index in the block table
     int32_t heap_at     # NOT_HEAPED: not to be chosen now
+    int32_t was_continued  # a child of it was cached at some time
 
 
 cdef class CostOrder:
@@ -29,7 +30,7 @@ cdef class CostOrder:
 
     cdef int32_t best(self) noexcept
     cdef int cached(self, int32_t block_id, int32_t parent) except -1
-    cdef int hit(self, int32_t block_id) except -1
+    cdef int hit_path(self, const int32_t* blocks, int32_t count, bint is_whole) except -1
     cdef int used(self, int32_t block_id) except -1
     cdef int enter(self, int32_t block_id) except -1
     cdef int leave(self, int32_t block_id) except -1

@@ -5,7 +5,8 @@
     rank  = clock at its last use + value;  clock = rank of the last victim
 
 Bytes are the same for all blocks of a pool and drop out. Hits + 1 is Laplace's estimate from what was seen:
-a block nobody asked for yet may still be. The clock (greedy dual) lets values fade: after enough victims even
+a block nobody asked for yet may still be. A conversation that goes on where it ended says nothing about
+others who might ask: only hits that part from what followed before, or that find a whole prompt, count. The clock (greedy dual) lets values fade: after enough victims even
 the most valuable block ranks below a new one. Where all values are equal, ranks follow the order of last uses
 and ties go to the oldest use, so the order is exactly that of LRU. (But for one case: LRU may give up a block
 whose child is in use by a request that computed a duplicate of the block.)
@@ -46,16 +47,21 @@ cdef class CostOrder:
     cdef int cached(self, int32_t block_id, int32_t parent) except -1:
         """A block was indexed; its parent cannot be chosen any more."""
         cdef Worth* worth = &self.worth[block_id]
-        worth.num_hits = 0
+        worth.num_hits = worth.was_continued = 0
         worth.depth = 0 if parent == ROOT else self.worth[parent].depth + 1
         if parent != ROOT:
+            self.worth[parent].was_continued = 1
             self.leave(parent)
         return 0
 
-    cdef int hit(self, int32_t block_id) except -1:
-        """A request found the block in the cache."""
-        if self.worth[block_id].num_hits < MOST_HITS:
-            self.worth[block_id].num_hits += 1
+    cdef int hit_path(self, const int32_t* blocks, int32_t count, bint is_whole) except -1:
+        """A request found these blocks, from the first one on; `is_whole`: all that it could find."""
+        cdef int32_t i
+        if not is_whole and not self.worth[blocks[count - 1]].was_continued:
+            return 0
+        for i in range(count):
+            if self.worth[blocks[i]].num_hits < MOST_HITS:
+                self.worth[blocks[i]].num_hits += 1
         return 0
 
     cdef int used(self, int32_t block_id) except -1:

@@ -186,6 +186,10 @@ cdef class KVManager:
             self.take_hit(request, request.blocks[i])
         if request.copy_source != NULL_BLOCK:
             self.take_hit(request, request.copy_source)
+        if num_hits and self.pool.order is not None and not request.prewarms:
+            self.pool.order.hit_path(
+                request.blocks, num_hits, num_hits >= (request.num_tokens - 1) // self.block_size
+            )
         request.num_blocks = num_hits
         # What a sibling computes now is not indexed yet; whoever settles its step first will offer it.
         while (

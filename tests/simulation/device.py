@@ -106,6 +106,8 @@ class SimDevice:
             by_row[request.row] = truth
             if record[layout.ROW_FLAGS] & layout.FLAG_JOINED:
                 truth.table, truth.reached = [], record[layout.ROW_NUM_COMPUTED]
+                late = [row.request for launched in self._launched for row in launched.rows if row.row == request.row]
+                assert not late, f"{request} joined row {request.row}, to which a step of {late} writes (INV-45)"
                 assert truth.reached < len(truth.tokens), f"{request}: nothing is left to compute (INV-16)"
             records.append(record)
         at = words[layout.HEADER_OFF_BLOCKS]

@@ -51,6 +51,26 @@ def test_a_prefix_asked_for_again_outlives_a_flood_of_new_ones() -> None:
     assert survivors == {"lru": 0, "cost": 2}
 
 
+def test_a_conversation_that_goes_on_is_worth_no_more_than_another() -> None:
+    kv = make("cost", num_blocks=12)
+    turns = [1, 2, 3]
+    for turn in range(3):
+        serve(kv, *turns)
+        turns += [10 + turn, 20 + turn, 30 + turn]
+    for flood in range(6):
+        serve(kv, *range(100 + 10 * flood, 104 + 10 * flood))
+    assert cached(kv, 1, 2) == 0  # as under LRU, though it was hit twice
+
+
+def test_a_prefix_that_others_continue_in_other_ways_is_kept() -> None:
+    kv = make("cost", num_blocks=12)
+    for question in range(4):
+        serve(kv, 1, 2, 3, 4, 10 * question, 5, 6)
+    for flood in range(6):
+        serve(kv, *range(100 + 10 * flood, 104 + 10 * flood))
+    assert cached(kv, 1, 2, 3, 4) == 2
+
+
 def test_a_hot_prefix_that_nobody_asks_for_any_more_goes_in_the_end() -> None:
     kv = make("cost")
     for _ in range(200):
