@@ -20,8 +20,9 @@ from tests.api.fake_engine import FakeEngine
 pytestmark = pytest.mark.slow
 
 MAIN = """
-import sys, types
+import atexit, gc, sys, types
 sys.path.insert(0, {root!r})
+atexit.register(lambda: print("frozen", gc.get_freeze_count(), flush=True))
 from tests.api.fake_engine import FakeEngine
 engine = FakeEngine()
 for name, value in {settings!r}.items():
@@ -85,6 +86,7 @@ def test_the_report_says_what_runs_where() -> None:
         "sampling": "temperature=0.2, top_p=1.0, top_k=7, min_p=0.0, repetition_penalty=1.0 "
         "(temperature, top_k from the model)",
         "API key": "required",
+        "admin routes": "off",
         "ready in": "2.00 s (imports 1.25, locate 0.25, weights 0.50)",
     }
 
@@ -94,6 +96,13 @@ def test_the_first_signal_ends_an_idle_server_cleanly(signum: signal.Signals) ->
     with serving() as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.process.send_signal(signum)
+        assert server.wait() == 0
+
+
+def test_the_collector_does_not_walk_what_was_loaded_again_and_again() -> None:
+    with serving() as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert int(server.read_until("frozen").split()[1]) > 10_000
         assert server.wait() == 0
 
 
