@@ -114,7 +114,7 @@ cdef class CacheControl:
         """Keeps requests that hold the span from publishing it and what follows; returns their number."""
         cdef Request request
         cdef int count = 0
-        for request in [*self.scheduler.running, *self.scheduler.deferred]:
+        for request in [*self.scheduler.running, *self.scheduler.in_flight.deferred]:
             if request.num_blocks > name.span_block and name.is_in(request):
                 request.publish_until = min(request.publish_until, name.span_block)
                 request.num_published = min(request.num_published, name.span_block)
@@ -150,7 +150,7 @@ cdef class CacheControl:
     @property
     def max_pinned_blocks(self):
         """So many may be pinned that a request of the greatest length still fits."""
-        return max(0, self.kv.pool.num_blocks - 1 - self.kv.blocks_for(self.scheduler.max_model_len + 1))
+        return max(0, self.kv.pool.num_blocks - 1 - self.kv.blocks_for(self.scheduler.limits.max_model_len + 1))
 
     def pin(self, NamedPrefix name not None):
         """Holds the cached full blocks of a prefix; returns (pin id, blocks), or None if none is cached.

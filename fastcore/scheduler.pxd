@@ -3,11 +3,13 @@ from libc.stdint cimport int32_t, int64_t
 
 from aioengine.fastcore.admission cimport Admission
 from aioengine.fastcore.kv_manager cimport KVManager
+from aioengine.fastcore.limits cimport Limits
 from aioengine.fastcore.queues cimport WaitQueue
 from aioengine.fastcore.request cimport Request
 from aioengine.fastcore.rows cimport RowPool
-from aioengine.fastcore.step_cost cimport StepCost
 from aioengine.fastcore.step_buffer cimport RowRecord, StepBuffer, StepPlan
+from aioengine.fastcore.step_cost cimport StepCost
+from aioengine.fastcore.steps_in_flight cimport StepsInFlight
 
 
 cdef enum RoomOutcome:
@@ -32,22 +34,11 @@ cdef class Scheduler:
     cdef list running                 # in order of admission
     cdef list held
     cdef list expecting               # Siblings of whom some were set aside
-    cdef list deferred                # finished, but a step in flight may still write their blocks
-    cdef list in_flight               # plans, oldest first
+    cdef StepsInFlight in_flight
 
-    # Limits.
-    cdef readonly int32_t max_num_seqs
-    cdef int32_t max_active
-    cdef readonly int32_t max_num_batched_tokens
-    cdef readonly int32_t max_num_scheduled_tokens
-    cdef readonly int32_t max_model_len
-    cdef readonly int32_t max_in_flight
-    cdef readonly int64_t max_total       # tokens at which a request ends: context window or pool
-    cdef int32_t long_prefill_threshold
-    cdef bint adaptive_threshold
+    cdef readonly Limits limits
     cdef bint by_priority
     cdef double ageing_s
-    cdef bint chunked_prefill
     cdef StepCost cost                    # None: no target
     cdef object clock
 
@@ -59,8 +50,6 @@ cdef class Scheduler:
     cdef int32_t num_victims
     cdef bint is_surveyed                 # by `admission`
 
-    cdef readonly int64_t last_step
-    cdef int64_t last_updated
     cdef int64_t num_arrivals
     cdef readonly int64_t prefix_queries_tokens
     cdef readonly int64_t prefix_hit_tokens
@@ -78,7 +67,6 @@ cdef class Scheduler:
     cdef int set_aside(self, Request request) except -1
     cdef int call_back(self) except -1
     cdef int leave_aside(self, Request request) except -1
-    cdef int32_t threshold_of_step(self) except -1
     cdef int pace(self) except -1
     cdef int64_t tokens_left(self, Request request) noexcept
     cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept
@@ -86,6 +74,3 @@ cdef class Scheduler:
     cdef int preempt(self, Request victim) except -1
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
     cdef int end(self, Request request, object reason) except -1
-    cdef int leave_row(self, Request request) except -1
-    cdef int drain_deferred(self) except -1
-    cdef int samples_in_flight(self, Request request) except -1

@@ -11,11 +11,6 @@ from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
 
-def clip_tokens(
-    num_tokens: int, threshold: int, token_budget: int, num_computed: int, max_model_len: int
-) -> int:
-    """How many of `num_tokens` new tokens a request gets; threshold 0 means no threshold."""
-
 @final
 class Scheduler:
     """Decides each step and settles it. Not thread-safe: one event loop owns it.

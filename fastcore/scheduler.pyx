@@ -15,26 +15,11 @@ import time
 
 import cython
 
+from aioengine.fastcore.checks cimport check_requests
+from aioengine.fastcore.limits cimport clip_tokens
 from aioengine.fastcore.preemption cimport least_important, victims_for
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
 from aioengine.fastcore.step_cost cimport is_decode
-
-
-cpdef int32_t clip_tokens(
-    int64_t num_tokens, int32_t threshold, int32_t token_budget, int32_t num_computed, int32_t max_model_len
-) noexcept:
-    """How many of `num_tokens` new tokens a request gets; the order of the limits is that of checklist C10.
-
-    As long as no drafts are appended to a step, a scheduled token is a token of input, and the smaller of the
-    two budgets (C7) is the only one that can bind: it is `token_budget`.
-    """
-    if 0 < threshold < num_tokens:
-        num_tokens = threshold
-    if num_tokens > token_budget:
-        num_tokens = token_budget
-    if num_tokens > max_model_len - num_computed:
-        num_tokens = max_model_len - num_computed
-    return <int32_t> num_tokens
 
 
 @cython.final
@@ -48,20 +33,18 @@ cdef class Scheduler:
         bint enable_chunked_prefill=True, int32_t long_prefill_token_threshold=0,
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
-        double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1, object clock=time.monotonic, root_seed=None,
+        double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1,
+        object clock=time.monotonic, root_seed=None,
     ):
-        max_num_scheduled_tokens = max_num_scheduled_tokens or max_num_batched_tokens
-        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1 or long_prefill_token_threshold < 0:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs}, max_num_batched_tokens={max_num_batched_tokens} and "
-                f"max_model_len={max_model_len} must be at least 1, "
-                f"long_prefill_token_threshold={long_prefill_token_threshold} at least 0"
-            )
-        if not 1 <= max_num_scheduled_tokens <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_scheduled_tokens={max_num_scheduled_tokens} must lie between 1 and "
-                f"max_num_batched_tokens={max_num_batched_tokens}"
-            )
+        cdef int64_t pool_tokens = <int64_t> (num_blocks - 1) * block_size
+        self.limits = Limits(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len, max_num_active_seqs=max_num_active_seqs,
+            max_num_scheduled_tokens=max_num_scheduled_tokens, enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            adaptive_long_prefill_threshold=adaptive_long_prefill_threshold, max_in_flight=max_in_flight,
+            pool_tokens=pool_tokens,
+        )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy={policy!r} must be fcfs or priority")
         if not 0 <= priority_ageing_s < 1e9 or (priority_ageing_s > 0 and policy != "priority"):
@@ -72,15 +55,6 @@ cdef class Scheduler:
         if not 0 <= target_itl_s < 1e6 or (target_itl_s > 0 and not enable_chunked_prefill):
             raise ValueError(
                 f"target_itl_s={target_itl_s} must lie between 0 and 1e6, and be 0 without chunked prefill"
-            )
-        if not 1 <= max_in_flight <= 4:
-            raise ValueError(f"max_in_flight={max_in_flight} must lie between 1 and 4")
-        if not enable_chunked_prefill and (
-            max_num_scheduled_tokens < max_model_len or long_prefill_token_threshold > 0
-        ):
-            raise ValueError(
-                f"without chunked prefill, max_num_scheduled_tokens={max_num_scheduled_tokens} must reach "
-                f"max_model_len={max_model_len} and long_prefill_token_threshold must be 0"
             )
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
@@ -96,39 +70,15 @@ cdef class Scheduler:
         self.by_priority = policy == "priority"
         self.ageing_s = priority_ageing_s
         if target_itl_s > 0:
-            self.cost = StepCost(target_itl_s, max(1, max_num_scheduled_tokens // 64))
+            self.cost = StepCost(target_itl_s, max(1, self.limits.max_num_scheduled_tokens // 64))
         self.rows = RowPool(max_num_seqs)
-        self.running, self.held, self.deferred, self.in_flight = [], [], [], []
-        self.expecting = []
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.max_in_flight = max_model_len, max_in_flight
-        self.max_num_scheduled_tokens = max_num_scheduled_tokens
-        self.max_num_active_seqs = max_num_active_seqs or max_num_seqs
-        self.long_prefill_threshold = long_prefill_token_threshold
-        self.adaptive_threshold = adaptive_long_prefill_threshold
-        self.chunked_prefill = enable_chunked_prefill
+        self.in_flight = StepsInFlight(self.kv, self.rows)
+        self.running, self.held, self.expecting = [], [], []
         self.clock = clock
-        # A token needs no KV before the next step reads it, so one more fits than the pool has slots. With
-        # this limit a request alone always has room for its next token.
-        cdef int64_t pool_tokens = <int64_t> (num_blocks - 1) * block_size
-        self.max_total = min(<int64_t> max_model_len, pool_tokens + 1)
-        cdef int64_t table = (min(<int64_t> max_model_len, pool_tokens) + block_size - 1) // block_size
+        cdef int32_t table = self.kv.blocks_for(<int32_t> min(<int64_t> max_model_len, pool_tokens))
         self.step_buffer = StepBuffer(
-            max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
-            <int32_t> table,
+            max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size, table
         )
-
-    @property
-    def max_num_active_seqs(self):
-        return self.max_active
-
-    @max_num_active_seqs.setter
-    def max_num_active_seqs(self, int32_t value):
-        if not 1 <= value <= self.max_num_seqs:
-            raise ValueError(
-                f"max_num_active_seqs={value} must lie between 1 and max_num_seqs={self.max_num_seqs}"
-            )
-        self.max_active = value
 
     # ---- requests come and go ----
 
@@ -138,10 +88,10 @@ cdef class Scheduler:
         cdef int64_t blocks = (tokens + self.kv.block_size) // self.kv.block_size  # of one token more
         if request.state != NEW:
             raise ValueError(f"request {request.request_id} was added before")
-        if tokens + (request.max_tokens > 0) > self.max_model_len:
+        if tokens + (request.max_tokens > 0) > self.limits.max_model_len:
             raise ValueError(
                 f"request {request.request_id} does not fit: prompt of {tokens} tokens and at least "
-                f"{int(request.max_tokens > 0)} of output > max_model_len {self.max_model_len}"
+                f"{int(request.max_tokens > 0)} of output > max_model_len {self.limits.max_model_len}"
             )
         if blocks > self.kv.pool.num_blocks - 1:
             raise ValueError(
@@ -193,29 +143,25 @@ cdef class Scheduler:
     def fail_all(self):
         """Ends everything live with "error" and forgets the steps in flight; returns the requests ended."""
         cdef list ended = [*self.running, *self.waiting.in_order(), *self.held]
-        cdef StepPlan plan
-        for plan in self.in_flight:
-            plan.records = NULL
-        self.in_flight.clear()
-        self.last_updated = self.last_step
+        self.in_flight.forget_all()
         self.running.clear()
         for request in ended:
             self.end(request, "error")
-        self.drain_deferred()
+        self.in_flight.drain()
         return ended
 
     # ---- a step is made ----
 
     def schedule(self):
         """Decides the next step; None if nothing can run now."""
-        if len(self.in_flight) >= self.max_in_flight:
+        if len(self.in_flight.plans) >= self.limits.max_in_flight:
             raise RuntimeError(
-                f"{len(self.in_flight)} steps are in flight, max_in_flight={self.max_in_flight}"
+                f"{len(self.in_flight)} steps are in flight, max_in_flight={self.limits.max_in_flight}"
             )
         self.scheduled = []
-        self.budget = self.max_num_scheduled_tokens
+        self.budget = self.limits.max_num_scheduled_tokens
         self.num_victims = 0
-        self.threshold = self.threshold_of_step() if self.long_prefill_threshold > 0 else 0
+        self.threshold = self.limits.threshold_for(len(self.running) + len(self.waiting) + len(self.held))
         if self.cost is not None:
             self.pace()
         if self.schedule_running() and (len(self.waiting) > 0 or self.expecting):
@@ -225,25 +171,17 @@ cdef class Scheduler:
             self.scheduled = [request for request in self.scheduled if is_scheduled(request)]
         if not self.scheduled:
             return None
-        self.last_step += 1
+        cdef int64_t step_id = self.in_flight.last_step + 1
         if self.cost is not None:
-            self.cost.note(self.last_step, self.scheduled)
-        cdef StepPlan plan = self.step_buffer.pack(self.last_step, self.scheduled, self.rows.take_left())
+            self.cost.note(step_id, self.scheduled)
+        cdef StepPlan plan = self.step_buffer.pack(step_id, self.scheduled, self.rows.take_left())
         cdef Request request
         if plan.num_copies:
             for request in plan.joined:
                 self.kv.end_copy(request)
-        self.in_flight.append(plan)
+        self.in_flight.last_step = step_id
+        self.in_flight.plans.append(plan)
         return plan
-
-    cdef int32_t threshold_of_step(self) except -1:
-        """Most tokens of one request; the adaptive form never cuts below a fair share of the input (C11)."""
-        cdef Py_ssize_t num_eligible = len(self.running) + len(self.waiting) + len(self.held)
-        if num_eligible <= 1:
-            return 0  # a request alone has nobody to make way for (INV-28)
-        if self.adaptive_threshold:
-            return max(self.long_prefill_threshold, <int32_t> (self.max_num_batched_tokens // num_eligible))
-        return self.long_prefill_threshold
 
     cdef int pace(self) except -1:
         """Starts the time budget of a step: what the decodes leave of the target is for prompts."""
@@ -268,7 +206,7 @@ cdef class Scheduler:
             request = <Request> self.running[at]
             num_new = clip_tokens(
                 self.tokens_left(request), self.threshold, self.budget, request.num_computed_tokens,
-                self.max_model_len,
+                self.limits.max_model_len,
             )
             is_paced = self.cost is not None and not is_decode(request, num_new)
             if is_paced:
@@ -298,14 +236,14 @@ cdef class Scheduler:
         cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
         # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
         if request.num_in_flight > 0 and (
-            known - request.num_prompt_tokens >= request.max_tokens or known >= self.max_total
+            known - request.num_prompt_tokens >= request.max_tokens or known >= self.limits.max_total
         ):
             return 0
         return known - request.num_computed_tokens
 
     cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept:
         """Tokens of a request's first chunk, by what is left of this step."""
-        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.max_model_len)
+        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.limits.max_model_len)
         return num_new if self.cost is None else self.cost.fit(start, num_new)
 
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
@@ -313,7 +251,7 @@ cdef class Scheduler:
         cdef Py_ssize_t victim_at
         cdef Request victim
         while not self.kv.extend(request, target):
-            if self.deferred:
+            if self.in_flight.deferred:
                 # Blocks of finished requests are on their way: waiting a step beats recomputing a victim.
                 return ROOM_LATER
             victim_at = least_important(self.running, self.by_priority)
@@ -336,7 +274,7 @@ cdef class Scheduler:
         self.budget += victim.step_tokens
         victim.step_tokens = 0
         self.kv.release(victim)
-        self.leave_row(victim)
+        self.in_flight.leave_row(victim)
         victim.num_computed_tokens = 0
         victim.num_sent_blocks = 0
         victim.num_preemptions += 1
@@ -384,7 +322,7 @@ cdef class Scheduler:
     cdef bint make_way(self, Request request) except -1:
         """Preempts less important running requests for a waiting one; False, and nothing changes, if in vain."""
         cdef int32_t num_hits, start, num_left, num_new
-        if self.deferred:
+        if self.in_flight.deferred:
             return False  # blocks and rows of finished requests are on their way
         self.survey()
         num_hits = self.kv.match(request)
@@ -394,15 +332,15 @@ cdef class Scheduler:
         # What else could keep it out must not do so once the victims are gone: it has the tokens left now, and
         # perhaps some of theirs.
         num_new = self.newcomer_tokens(num_left, start)
-        if num_new < num_left and not self.chunked_prefill or (num_new == 0 and self.budget > 0):
+        if num_new < num_left and not self.limits.chunked_prefill or (num_new == 0 and self.budget > 0):
             return False
         if self.admission.is_partial_blocked(num_left, num_new):
             return False
         num_new = clip_tokens(
-            num_left, self.threshold, self.max_num_scheduled_tokens, start, self.max_model_len
+            num_left, self.threshold, self.limits.max_num_scheduled_tokens, start, self.limits.max_model_len
         )
         cdef list victims = victims_for(
-            request, num_hits, self.running, self.admission, len(self.running) - self.max_active + 1,
+            request, num_hits, self.running, self.admission, len(self.running) - self.limits.max_active + 1,
             self.admission.num_lacking(request, num_hits, start + num_new),
         )
         if not victims:
@@ -425,7 +363,7 @@ cdef class Scheduler:
         """Admits a request if rows, tokens, blocks and all gates allow it; else nothing changes."""
         cdef int32_t num_hits
         cdef AdmitOutcome outcome
-        if len(self.running) >= self.max_active:
+        if len(self.running) >= self.limits.max_active:
             return NO_ROOM
         if self.budget == 0 or self.rows.num_free == 0:
             return NOT_NOW  # a row that was left is fenced by a step in flight
@@ -442,7 +380,7 @@ cdef class Scheduler:
         cdef int32_t num_left = request.num_tokens - start
         cdef int32_t num_new = self.newcomer_tokens(num_left, start)
         cdef int32_t join_blocks = self.kv.blocks_for(start + num_new)
-        if num_new == 0 or (num_new < num_left and not self.chunked_prefill):
+        if num_new == 0 or (num_new < num_left and not self.limits.chunked_prefill):
             return NOT_NOW
         if self.admission.is_partial_blocked(num_left, num_new):
             return TOO_MANY_PARTIAL
@@ -510,20 +448,10 @@ cdef class Scheduler:
         """Settles the oldest step in flight; returns those that gained a token or ended, in plan order."""
         cdef Py_ssize_t i
         cdef Request request
-        cdef const RowRecord* records = plan.records
+        cdef const RowRecord* records = self.in_flight.take_oldest(plan, token_ids)
         cdef const int32_t* tokens = &token_ids[0] if token_ids.shape[0] else NULL
         cdef bint any_ended = False
         cdef list changed = []
-        if records == NULL or not self.in_flight or plan is not self.in_flight[0]:
-            raise RuntimeError(f"{plan!r} is not the oldest step in flight")
-        if token_ids.shape[0] != plan.num_samples:
-            raise ValueError(f"{plan!r} got {token_ids.shape[0]} token ids")
-        for i in range(plan.num_samples):
-            if tokens[i] < 0:
-                raise ValueError(f"{plan!r} got the token id {tokens[i]} for sample {i}")
-        del self.in_flight[0]
-        plan.records = NULL
-        self.last_updated = plan.step_id
         for i in range(plan.num_rows):
             request = <Request> plan.requests[i]
             if request.state == FINISHED:
@@ -533,7 +461,7 @@ cdef class Scheduler:
                 any_ended = any_ended or request.state == FINISHED
         if any_ended:
             self.running = [request for request in self.running if is_running(request)]
-        self.drain_deferred()
+        self.in_flight.drain()
         return changed
 
     def observe_step(self, StepPlan plan not None, double seconds):
@@ -544,13 +472,14 @@ cdef class Scheduler:
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
         cdef int32_t reached = record.num_computed + record.num_new
-        # Preempted since: the blocks are gone, but a sampled token is as valid as before (INV-33).
+        # Preempted since: the blocks are gone, but a sampled token is as valid as before, so it is delivered; to
+        # drop it (C19) would compute it again for the same result (INV-33).
         if record.epoch == request.num_preemptions:
             self.kv.publish(request, reached)
         if record.sample_index >= 0:
             request.num_in_flight -= 1
             request.append_token(token_ids[record.sample_index])
-            if request.ends_with(self.max_total):
+            if request.ends_with(self.limits.max_total):
                 self.end(request, request.finish_reason)
             return True
         if request.max_tokens == 0 and reached == request.num_prompt_tokens:
@@ -574,37 +503,14 @@ cdef class Scheduler:
         request.state = FINISHED
         request.finish_reason = reason
         request.num_in_flight = 0
-        self.leave_row(request)
-        if request.num_blocks and request.last_step > self.last_updated:
-            self.deferred.append(request)  # a step in flight may still write its blocks
-        else:
-            self.kv.release(request)
-        return 0
-
-    cdef int leave_row(self, Request request) except -1:
-        """Frees the row, or fences it until no step in flight writes a sampled token to it."""
-        if request.row < 0:
-            return 0
-        self.rows.leave(request.row, request.last_step, self.last_updated)
-        request.row = -1
-        return 0
-
-    cdef int drain_deferred(self) except -1:
-        """Gives back blocks and rows whose last step was updated."""
-        cdef Request request
-        self.rows.drain(self.last_updated)
-        if self.deferred:
-            for request in self.deferred:
-                if request.last_step <= self.last_updated:
-                    self.kv.release(request)
-            self.deferred = [request for request in self.deferred if has_blocks(request)]
-        return 0
+        self.in_flight.leave_row(request)
+        return self.in_flight.give_back(request)
 
     # ---- figures and checks ----
 
     def has_work(self):
         """Whether anything runs, waits (not held by the caller) or is in flight."""
-        return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight) or bool(self.expecting)
+        return bool(self.running) or len(self.waiting) > 0 or bool(self.in_flight.plans) or bool(self.expecting)
 
     def reset_prefix_cache(self, *, bint force=False):
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner.
@@ -616,12 +522,48 @@ cdef class Scheduler:
             return self.kv.reset()
         while self.running:
             self.preempt(<Request> self.running.pop())
-        self.kv.forget(self.deferred)
+        self.kv.forget(self.in_flight.deferred)
         return True
 
     def step_cost_stats(self):
         """What was learned about the time of steps; None without a target."""
         return None if self.cost is None else self.cost.stats()
+
+    @property
+    def max_num_seqs(self):
+        return self.limits.max_num_seqs
+
+    @property
+    def max_num_active_seqs(self):
+        return self.limits.max_active
+
+    @max_num_active_seqs.setter
+    def max_num_active_seqs(self, value):
+        self.limits.max_num_active_seqs = value
+
+    @property
+    def max_num_batched_tokens(self):
+        return self.limits.max_num_batched_tokens
+
+    @property
+    def max_num_scheduled_tokens(self):
+        return self.limits.max_num_scheduled_tokens
+
+    @property
+    def max_model_len(self):
+        return self.limits.max_model_len
+
+    @property
+    def max_in_flight(self):
+        return self.limits.max_in_flight
+
+    @property
+    def max_total(self):
+        return self.limits.max_total
+
+    @property
+    def last_step(self):
+        return self.in_flight.last_step
 
     @property
     def num_running(self):
@@ -654,38 +596,14 @@ cdef class Scheduler:
     def check_invariants(self):
         """Raises AssertionError if any two records of the state contradict each other."""
         cdef Request request
-        cdef list rows = self.rows.idle_rows()
-        self.kv.check([*self.running, *self.deferred])
         self.waiting.check()
-        for request in self.running:
-            rows.append(request.row)
-            assert request.state == RUNNING and request.queue_at == -1, repr(request)
-            assert request.step_tokens == 0, f"{request!r} was left half scheduled"
-            assert request.num_computed_tokens <= request.num_blocks * self.kv.block_size, repr(request)
-            assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight, repr(request)
-            assert request.num_computed_tokens <= self.max_model_len, repr(request)
-            assert request.num_published * self.kv.block_size <= request.num_computed_tokens, repr(request)
-        for request in [*self.waiting.in_order(), *self.held]:
-            assert request.state in (WAITING, PREEMPTED, HELD), repr(request)
-            assert (request.state == HELD) == (request.queue_at == -1), repr(request)
-            assert request.num_blocks == request.num_computed_tokens == 0 and request.row == -1, repr(request)
+        check_requests(
+            self.running, self.waiting.in_order(), self.held, self.in_flight, self.limits, self.kv
+        )
         for siblings in self.expecting:
             assert (<Siblings> siblings).aside, "siblings are expected of whom none was set aside"
             for request in (<Siblings> siblings).aside:
                 assert request.state == HELD and request.siblings is siblings, repr(request)
-        for request in self.deferred:
-            assert request.state == FINISHED and request.last_step > self.last_updated, repr(request)
-        assert sorted(rows) == list(range(self.max_num_seqs)), f"rows are lost or used twice: {sorted(rows)}"
-        for request in [*self.running, *self.waiting.in_order()]:
-            assert request.num_in_flight == self.samples_in_flight(request), repr(request)
-
-    cdef int samples_in_flight(self, Request request) except -1:
-        cdef StepPlan plan
-        cdef int count = 0
-        for plan in self.in_flight:
-            for other in plan.sample_requests:
-                count += other is request
-        return count
 
 
 cdef inline bint is_scheduled(object request) noexcept:
@@ -694,10 +612,6 @@ cdef inline bint is_scheduled(object request) noexcept:
 
 cdef inline bint is_running(object request) noexcept:
     return (<Request> request).state == RUNNING
-
-
-cdef inline bint has_blocks(object request) noexcept:
-    return (<Request> request).num_blocks > 0
 
 
 cdef int discard(list items, object item) except -1:

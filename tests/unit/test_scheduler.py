@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from aioengine.fastcore.limits import clip_tokens
 from aioengine.fastcore.request import Request
-from aioengine.fastcore.scheduler import Scheduler, clip_tokens
+from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 
 EOS = 2
