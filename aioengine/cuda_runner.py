@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from aioengine.completion import CompletionWatch
 from aioengine.config import CaptureTime
 from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
-from aioengine.graphs import Bucket, StepFacts, StepForward, StepOutput
+from aioengine.graphs import StepFacts, StepForward, StepOutput
 from aioengine.kernels.choose import DrawTable
 from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
 from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Sampler, SamplingPlan
@@ -31,6 +32,8 @@ from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Samp
 if TYPE_CHECKING:
     from aioengine.fastcore.step_buffer import StepPlan
     from aioengine.models import Model
+
+logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
 """How often a pending step is asked whether the device has failed, which no signal would tell."""
@@ -107,7 +110,7 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs
         self._max_chunk = max_chunk
         self._capture = capture
-        self._to_capture: deque[Bucket] = deque()
+        self._idle_work: Iterator[None] | None = None
         self._compute = stream
         self._side = torch.cuda.Stream(stream.device)
         with torch.cuda.stream(stream):
@@ -134,39 +137,51 @@ class CudaRunner:
         )
 
     def warm_up(self) -> None:
-        """Plans long chunks, and captures what the level wants captured at start."""
+        """Captures what the level wants captured at start; the rest is left to idle time, or to its first use."""
         forward = self._forward
         assert forward is not None
-        at_start: list[Bucket] = []
         if not forward.buckets:
             self._capture = "never"
-        elif self._capture == "start":
-            at_start = forward.all_buckets()
-        elif self._capture == "idle":
-            at_start = forward.start_buckets()
-            forward.waits_for_idle_time = True
-        if at_start:
-            self._to_capture = deque(b for b in forward.all_buckets() if b not in at_start)
         with torch.no_grad(), torch.cuda.stream(self._compute):
-            for bucket in at_start:
-                forward.prepare(bucket)
-            forward.warm_long_chunks(self._max_chunk)
+            self._idle_work = self._prepare_all(forward)
+            if self._capture == "idle":
+                forward.waits_for_idle_time = True
+                for bucket in forward.start_buckets():
+                    forward.prepare(bucket)
+            elif self._capture == "start":
+                for _ in self._idle_work:
+                    pass
             forward.warm_copies()
             self._compute.synchronize()
 
-    def use_idle_time(self) -> bool:
-        """Captures one graph that is still missing; False if there was none. Called while no step is in flight."""
-        forward = self._forward
-        while self._to_capture and forward is not None and self._failure is None and not self._pending:
-            bucket = self._to_capture.popleft()
+    def _prepare_all(self, forward: StepForward) -> Iterator[None]:
+        """Everything that steps may come to need and that is not prepared yet, a piece at a time."""
+        yield from forward.warm_long_chunks(self._max_chunk)
+        for bucket in forward.all_buckets():
             if not forward.is_prepared(bucket):
-                try:
-                    with torch.no_grad(), torch.cuda.stream(self._compute):
-                        forward.prepare(bucket)
-                except Exception as error:
-                    self._fail(error)
-                return True
-        return False
+                forward.prepare(bucket)
+                yield
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether something is left that `use_idle_time` would do."""
+        return self._idle_work is not None and self._capture == "idle" and self._failure is None
+
+    def use_idle_time(self) -> bool:
+        """Prepares one thing that is still missing; False if there was none. Called while no step is in flight."""
+        if not self.has_idle_work or self._idle_work is None or self._pending or self._is_closed:
+            return False
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._compute):
+                next(self._idle_work)
+        except StopIteration:
+            self._idle_work = None
+        except torch.OutOfMemoryError as error:
+            logger.warning("no graph is captured ahead any more: %s", error)
+            self._idle_work = None
+        except Exception as error:
+            self._fail(error)
+        return self.has_idle_work
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()
@@ -197,7 +212,7 @@ class CudaRunner:
             self._completion.close()
             if self._forward is not None:
                 self._forward.close()
-            self._forward = self._model = self._sampler = None
+            self._forward = self._model = self._sampler = self._idle_work = None
             self._slots.clear()
             self._device.close()
 

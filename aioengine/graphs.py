@@ -13,7 +13,7 @@ same. Called by `cuda_runner.py` on one stream, in launch order.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -276,10 +276,10 @@ class StepForward:
             self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
             self._enter(bucket)
 
-    def warm_long_chunks(self, max_chunk: int) -> None:
-        """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need; about 0.1 s each."""
+    def warm_long_chunks(self, max_chunk: int) -> Iterator[None]:
+        """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need, a piece at a time."""
         if self.cudnn_refusal is None and 0 in self._windows:
-            warm(self._spec.num_heads, self._kv_caches[0], max_chunk)
+            yield from warm(self._spec.num_heads, self._kv_caches[0], max_chunk)
 
     def profile(self, num_tokens: int) -> None:
         """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""

@@ -312,7 +312,7 @@ async def captured(engine: AsyncEngine, model: str, report: Report) -> None:
     runner: Any = engine._loaded.runner
     begun, before = time.perf_counter(), torch_reserved()
     for _ in range(2400):
-        if not runner._to_capture:
+        if not runner.has_idle_work:
             break
         await asyncio.sleep(0.05)
     took, forward = time.perf_counter() - begun, runner._forward

@@ -267,7 +267,9 @@ def run_cudnn(b: Bench) -> None:
     b.add("cuDNN refusal", note=str(reason))
     if not b.dry:
         started = time.perf_counter()
-        attention_prefill.warm(heads, torch.zeros((2, kv_heads, 16, 2 * HEAD_DIM), dtype=BF16, device=b.device), 8192)
+        null = torch.zeros((2, kv_heads, 16, 2 * HEAD_DIM), dtype=BF16, device=b.device)
+        for _ in attention_prefill.warm(heads, null, 8192):
+            pass
         torch.cuda.synchronize()
         b.add("cuDNN warm", first_call_ms=round((time.perf_counter() - started) * 1000, 1))
     for queries, context in (

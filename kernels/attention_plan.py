@@ -306,6 +306,11 @@ def _fill_list_kernel(
     tl.store(item_ptrs + 7, packed, mask=mask)  # [ITEMS_BLOCK]
 
 
+def _rows_block(num_rows: int) -> int:
+    """A power of two; few different ones, because each is compiled on its own."""
+    return 16 if num_rows <= 16 else 128 if num_rows <= 128 else triton.next_power_of_2(num_rows)
+
+
 def fill_plan(
     plan: AttentionPlan,
     query_start_loc: torch.Tensor,
@@ -337,7 +342,7 @@ def fill_plan(
             HAS_SKIP=skip is not None,
             TAKES_PADDING=work.takes_padding,
             ALIGN=ALIGN,
-            ROWS_BLOCK=triton.next_power_of_2(max(num_rows, 2)),
+            ROWS_BLOCK=_rows_block(num_rows),
             ITEMS_BLOCK=block,
             num_warps=8,
             **launch_options(seq_lens.device),

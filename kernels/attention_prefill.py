@@ -18,7 +18,7 @@ of the context to a small kernel here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -411,23 +411,27 @@ def long_prefill_attention(
             offset += size
 
 
-def warm(num_heads: int, kv_cache: torch.Tensor, max_queries: int) -> None:
-    """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`, and compiles the rest."""
+def warm(num_heads: int, kv_cache: torch.Tensor, max_queries: int) -> Iterator[None]:
+    """Has cuDNN prepare every shape it will be asked for with chunks of up to `max_queries`, and compiles the rest.
+
+    A piece at a time, each of about a tenth of a second, a second where a kernel is compiled for the first time.
+    """
     _, num_kv_heads, _, width = kv_cache.shape
     head_dim = width // 2
-    _compile_rest(num_heads, kv_cache)
-    for num_queries in SIZES:
-        if num_queries > max_queries:
-            return
+    if max_queries < SIZES[0]:
+        return
+    yield from _compile_rest(num_heads, kv_cache)
+    for num_queries in (size for size in SIZES if size <= max_queries):
         q = kv_cache.new_zeros((num_queries, num_heads, head_dim))
         for num_keys in SIZES:
             kv = kv_cache.new_zeros((num_keys, num_kv_heads, width))
             _dense(q, kv, head_dim**-0.5, is_causal=False)
             if num_keys == num_queries:
                 _dense(q, kv, head_dim**-0.5, is_causal=True)
+            yield
 
 
-def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> None:
+def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> Iterator[None]:
     """One call of every kind of merge, and of the rest of a context: the null block's keys."""
     num_queries, block_size, head_dim = SIZES[0], kv_cache.shape[2], kv_cache.shape[3] // 2
     part = kv_cache.new_zeros((num_queries, num_heads, head_dim))
@@ -436,11 +440,15 @@ def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> None:
     running = out.float()
     blocks = torch.zeros(2, dtype=torch.int32, device=part.device)
     gather(kv_cache, blocks)
+    yield
     context_attention(part, kv_cache, blocks[1:], block_size, head_dim**-0.5)  # tables begin anywhere
+    yield
     rest, rest_lse = context_attention(part, kv_cache, blocks, block_size, head_dim**-0.5)
     merged, lse = part, dense_lse
     for _ in range(2):  # of two parts, then of a running sum and one more
         merge(out, merged, lse, part, dense_lse)
+        yield
         merge(out, merged, lse, rest, rest_lse)
+        yield
         lse = merge(running, merged, lse, part, dense_lse)
         merged = running.unflatten(1, (num_heads, head_dim))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import torch
 
 from aioengine.errors import EngineDead
 from aioengine.fastcore.request import Request
@@ -141,35 +142,72 @@ async def test_a_device_that_fails_fails_what_is_in_flight(monkeypatch: pytest.M
     await served.runner.close()
 
 
-async def test_missing_graphs_are_captured_one_by_one_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+BUCKETS = ["largest", "decode", "mixed", "edited"]
+
+
+async def test_what_is_missing_is_prepared_piece_by_piece_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE)
-    forward_buckets = ["largest", "decode", "mixed", "edited"]
     served = Served(gpu, 60, 2, capture="idle")
     forward = served.runner._forward
-    forward.sizes, forward.num_decode = forward_buckets, 1
+    forward.sizes, forward.num_decode = BUCKETS, 1
     served.runner.warm_up()
-    assert forward.prepared == ["largest", "decode"]
+    assert forward.prepared == ["largest", "decode"] and served.runner.has_idle_work
     forward.prepared.append("mixed")  # a step needed it meanwhile
     served.scheduler.add(request_of("0", [1, 2], 2))
     done = served.runner.launch(served.scheduler.schedule())
     assert not served.runner.use_idle_time()  # it is not idle
     gpu.run_all()
     await done
+    assert served.runner.use_idle_time() and forward.prepared[-1] == "long chunks"
     assert served.runner.use_idle_time() and forward.prepared[-1] == "edited"
-    assert not served.runner.use_idle_time()
+    assert not served.runner.use_idle_time() and not served.runner.has_idle_work
+    assert len(forward.prepared) == len(set(forward.prepared)) == 5
     await served.runner.close()
 
 
-@pytest.mark.parametrize(("capture", "at_start"), [("start", 4), ("idle", 2), ("first use", 0)])
-async def test_the_level_says_what_is_captured_at_start(
+@pytest.mark.parametrize(("capture", "at_start"), [("start", 5), ("idle", 2), ("first use", 0)])
+async def test_the_level_says_what_is_prepared_at_start(
     monkeypatch: pytest.MonkeyPatch, capture: str, at_start: int
 ) -> None:
     served = Served(LateGpu(monkeypatch, 60, BLOCK_SIZE), 60, 2, capture=capture)
-    served.runner._forward.sizes, served.runner._forward.num_decode = ["largest", "decode", "mixed", "edited"], 1
+    served.runner._forward.sizes, served.runner._forward.num_decode = BUCKETS, 1
     served.runner.warm_up()
     assert len(served.runner._forward.prepared) == at_start
     assert served.runner.use_idle_time() == (capture == "idle")
     await served.runner.close()
+
+
+async def test_a_device_that_fails_in_idle_time_fails_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(LateGpu(monkeypatch, 60, BLOCK_SIZE), 60, 2, capture="idle")
+    forward = served.runner._forward
+
+    def fail(max_chunk: int) -> None:
+        raise RuntimeError("out of memory")
+
+    forward.sizes, forward.warm_long_chunks = BUCKETS, fail
+    served.runner.warm_up()
+    assert not served.runner.use_idle_time() and not served.runner.has_idle_work
+    served.scheduler.add(request_of("0", [1, 2], 2))
+    with pytest.raises(EngineDead, match="out of memory"):
+        await served.runner.launch(served.scheduler.schedule())
+    await served.runner.close()
+
+
+async def test_too_little_memory_ends_idle_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE)
+    served = Served(gpu, 60, 2, capture="idle")
+    forward = served.runner._forward
+
+    def fail(max_chunk: int) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    forward.sizes, forward.warm_long_chunks = BUCKETS, fail
+    served.runner.warm_up()
+    assert not served.runner.use_idle_time() and not served.runner.has_idle_work
+    request = request_of("0", [1, 2], 5)
+    async with driven(gpu):
+        await served.run([request])
+    assert request.output_ids_from(0) == expected_tokens([1, 2], 5)
 
 
 async def test_an_idle_loop_does_what_can_wait_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

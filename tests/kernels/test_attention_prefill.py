@@ -85,7 +85,7 @@ def test_warming_asks_cudnn_for_every_shape_that_chunks_will_need(dtype, device,
     monkeypatch.setattr(attention_prefill, "_dense", dense)
     lens = [(20, 17), (70, 40), (0, 32), (32, 31)]
     batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
-    warm(4, batch.kv_cache, 40)
+    assert len(list(warm(4, batch.kv_cache, 40))) > 8
     warmed = set(asked)
     asked.clear()
     starts = batch.query_start_loc.tolist()
@@ -94,8 +94,9 @@ def test_warming_asks_cudnn_for_every_shape_that_chunks_will_need(dtype, device,
     long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
     assert asked and asked <= warmed
     asked.clear()
-    warm(4, batch.kv_cache, 31)
+    assert list(warm(4, batch.kv_cache, 31))
     assert {q[0] for q, *_ in asked} == {16}
+    assert not list(warm(4, batch.kv_cache, 15))  # no chunk is long
 
 
 def test_merge_equals_the_reference_far_apart_and_close(dtype, device):

@@ -184,8 +184,9 @@ class _LateForward:
     def warm_copies(self) -> None:
         pass
 
-    def warm_long_chunks(self, max_chunk: int) -> None:
-        pass
+    def warm_long_chunks(self, max_chunk: int) -> Iterator[None]:
+        self.prepared.append("long chunks")
+        yield
 
     def run(self, facts: StepFacts, *, choice: Choice) -> StepOutput:
         assert choice == Choice.PLAIN
