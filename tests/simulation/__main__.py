@@ -102,4 +102,6 @@ def _print_table(total: Batch, elapsed_s: float, jobs: int, console: Console) ->
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ:  # hashes of bytes choose lanes of the prefix tree: a seed must repeat them
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main())
