@@ -24,6 +24,7 @@ import torch
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
+from aioengine.kv_spec import group_layers, layer_specs
 from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.layers.ops import Ops
 from aioengine.layers.ops_cpu import CpuForward, CpuOps
@@ -151,7 +152,7 @@ def create_device(resolved: ResolvedConfig) -> Device:
 
 def kv_bytes_per_token(spec: ModelSpec, itemsize: int) -> int:
     """Keys and values of one token over all layers."""
-    return spec.num_layers * spec.num_kv_heads * 2 * spec.head_dim * itemsize
+    return sum(group.page_bytes for group in group_layers(layer_specs(spec, itemsize, block_size=1)))
 
 
 def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int) -> int:
