@@ -3,8 +3,9 @@
 Owns the limits, the ledger of promised blocks, and the survey of the running requests on which both rest; the
 survey is made in steps that could admit somebody, and only if a limit needs it. The scheduler asks.
 
-    pool   | owned | reserved: what running prompts | promised: what other | watermark, if | for a newcomer: all its
-           |       | still need (full sequence)     | code asked to keep   | anybody runs  | tokens, or its chunk
+    pool   | owned | reserved: what running    | promised: what other | watermark, if | for a newcomer:
+           |       | prompts still need, if the | code asked to keep   | anybody runs  | all its tokens,
+           |       | full sequence must fit     |                      |               | or its chunk
 
 Running requests pass no gate: they take any free block (A15). A request that is alone finds nothing reserved
 and no watermark, so whatever fits the pool starts (INV-35).

@@ -1,7 +1,7 @@
 """What a step and the requests in it may have: the numbers of the configuration, checked.
 
-Owns caps (C6), budgets (C7), the long-prefill threshold (C11) and the order in which they cut a request's tokens
-(C10). The scheduler asks; only the active cap changes while it runs.
+Owns caps (C6), budgets (C7), the long-prefill threshold (C11) and the order in which they cut a request's
+tokens (C10). The scheduler asks; only the active cap changes while it runs.
 """
 import cython
 
@@ -81,7 +81,7 @@ cdef class Limits:
         self.max_active = value
 
     cdef int32_t threshold_for(self, Py_ssize_t num_requests) noexcept:
-        """Most tokens of one request in a step, 0 = all; the adaptive form never cuts below a fair share (C11)."""
+        """Most tokens of one request in a step, 0 = all; if adaptive, never less than a fair share (C11)."""
         if num_requests <= 1:
             return 0  # a request alone has nobody to make way for (INV-28)
         if self.adaptive_threshold and self.long_prefill_threshold > 0:

@@ -1,11 +1,14 @@
 """The decision of each step: who runs, with how many tokens, on which blocks; and the settling of a step.
 
-Owns queue, running list, rows and what waits for a step in flight. The engine's loop is the only caller.
+Owns queue, running list and rows. `limits` has the numbers, `admission` the gates, `preemption` chooses who
+makes way, `step_cost` how many prompt tokens a step has time for, and `steps_in_flight` what must wait for the
+device. The engine's loop is the only caller.
+
 There is no prefill or decode phase: each request catches up from `num_computed_tokens` to the tokens known,
 those in flight included. Running requests come first, then waiting ones, unless a request was preempted.
 
 A request is in exactly one place: held, waiting (also after a preemption), running, or finished. A finished
-one that is still part of a step in flight keeps its blocks and row until that step was updated (`deferred`);
+one that is still part of a step in flight keeps its blocks and row until that step was updated;
 rows of such a step that belong to it are skipped when the step is settled.
 
 Siblings have one prompt. While one of them computes it, the others are held (`set_aside`), whoever comes
@@ -77,7 +80,8 @@ cdef class Scheduler:
         self.clock = clock
         cdef int32_t table = self.kv.blocks_for(<int32_t> min(<int64_t> max_model_len, pool_tokens))
         self.step_buffer = StepBuffer(
-            max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size, table
+            max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
+            table,
         )
 
     # ---- requests come and go ----
@@ -243,7 +247,9 @@ cdef class Scheduler:
 
     cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept:
         """Tokens of a request's first chunk, by what is left of this step."""
-        cdef int32_t num_new = clip_tokens(num_left, self.threshold, self.budget, start, self.limits.max_model_len)
+        cdef int32_t num_new = clip_tokens(
+            num_left, self.threshold, self.budget, start, self.limits.max_model_len
+        )
         return num_new if self.cost is None else self.cost.fit(start, num_new)
 
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
@@ -320,7 +326,7 @@ cdef class Scheduler:
         return 0
 
     cdef bint make_way(self, Request request) except -1:
-        """Preempts less important running requests for a waiting one; False, and nothing changes, if in vain."""
+        """Preempts less important running requests for a waiting one; False if in vain: nothing changed."""
         cdef int32_t num_hits, start, num_left, num_new
         if self.in_flight.deferred:
             return False  # blocks and rows of finished requests are on their way
@@ -472,8 +478,8 @@ cdef class Scheduler:
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
         cdef int32_t reached = record.num_computed + record.num_new
-        # Preempted since: the blocks are gone, but a sampled token is as valid as before, so it is delivered; to
-        # drop it (C19) would compute it again for the same result (INV-33).
+        # Preempted since: the blocks are gone, but a sampled token is as valid as before and is delivered; to
+        # drop it (C19) would mean to compute it again with the same result (INV-33).
         if record.epoch == request.num_preemptions:
             self.kv.publish(request, reached)
         if record.sample_index >= 0:

@@ -45,7 +45,9 @@ cdef class DecayedFit:
 
     def __cinit__(self, int num_features, double keep):
         if not 1 <= num_features <= MAX_FEATURES or not 0 < keep <= 1:
-            raise ValueError(f"num_features={num_features} must lie between 1 and 3, keep={keep} between 0 and 1")
+            raise ValueError(
+                f"num_features={num_features} must lie between 1 and 3, keep={keep} between 0 and 1"
+            )
         self.num_features, self.keep = num_features, keep
 
     cdef double predict(self, const double* features) noexcept:
@@ -90,7 +92,9 @@ cdef class DecayedFit:
 cdef class StepCost:
     def __cinit__(self, double target_s, int32_t min_prompt_tokens):
         if not target_s > 0 or min_prompt_tokens < 1:
-            raise ValueError(f"target_s={target_s} must be above 0, min_prompt_tokens={min_prompt_tokens} at least 1")
+            raise ValueError(
+                f"target_s={target_s} must be above 0, min_prompt_tokens={min_prompt_tokens} at least 1"
+            )
         self.target_s, self.min_prompt_tokens = target_s, min_prompt_tokens
         self.decodes, self.prompts = DecayedFit(3, KEEP_DECODES), DecayedFit(2, KEEP_PROMPTS)
         memset(self.facts, 0, sizeof(self.facts))
@@ -120,7 +124,7 @@ cdef class StepCost:
         per_token = self.prompts.weights[0] + self.prompts.weights[1] * num_computed
         curve = self.prompts.weights[1]
         if self.left_s > 0:
-            # The positive root of curve / 2 * n * n + per_token * n = left_s, in the form that survives curve = 0.
+            # The positive root of curve / 2 * n * n + per_token * n = left_s, in a form that allows curve = 0.
             root = per_token + sqrt(per_token * per_token + 2 * curve * self.left_s)
             most = num_tokens if 2 * self.left_s >= root * num_tokens else <int64_t> (2 * self.left_s / root)
         return <int32_t> min(<int64_t> num_tokens, max(most, self.floor_left), self.tokens_left)
