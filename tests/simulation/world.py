@@ -84,6 +84,8 @@ class _Watched:
         self._by_priority = options["policy"] == "priority"
         self._ageing_s = options["priority_ageing_s"]
         self._uses_all = options["long_prefill_token_threshold"] == options["target_itl_s"] == 0
+        gates = ("watermark", "full_sequence_must_fit", "max_num_partial_prefills", "max_long_partial_prefills")
+        self._has_gates = any(options[name] for name in gates) or not options["enable_chunked_prefill"]
         limits_long = options["max_num_partial_prefills"] or options["max_long_partial_prefills"]
         self._passable = options["long_prefill_token_threshold"] if limits_long else 0
 
@@ -111,7 +113,7 @@ class _Watched:
         if plan.joined:
             self._check_order(plan)
         if self._uses_all and plan.num_tokens < scheduler.max_num_scheduled_tokens:
-            self._check_nothing_is_left(plan)
+            self._check_nothing_is_left(plan, num_victims)
         if alone:
             num_new, request = plan.num_new(0), plan.requests[0]
             missing = request.num_tokens + request.num_in_flight - plan.num_computed(0)
@@ -119,14 +121,24 @@ class _Watched:
             assert num_new == min(missing, scheduler.max_num_scheduled_tokens), f"{request} was cut alone (INV-28)"
         return plan
 
-    def _check_nothing_is_left(self, plan: StepPlan) -> None:
-        """With tokens of the budget left, nobody who runs has to wait for any; also after preemptions (INV-31)."""
+    def _check_nothing_is_left(self, plan: StepPlan, num_victims: int) -> None:
+        """With budget left, nobody who runs waits for tokens (INV-31), and nobody waits who could start."""
         if self._scheduler.num_in_flight_steps > 1:
             return  # blocks may be on their way back, or a last token
         for request in self._scheduler.running_requests():
             samples = request in plan.sample_requests
             missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens - samples
             assert missing == 0, f"{request} could have had {missing} tokens more in {plan} (INV-31)"
+        waiting = self._scheduler.waiting_requests()
+        if (
+            num_victims
+            or not waiting
+            or self._has_gates
+            or self._scheduler.num_running >= self._scheduler.max_num_active_seqs
+        ):
+            return
+        blocks = -(-waiting[0].num_tokens // self._scheduler.kv.block_size)
+        assert blocks >= self._scheduler.num_free_blocks, f"{waiting[0]} could have started in {plan}"
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody was passed by one who came later or is less important (INV-34)."""
