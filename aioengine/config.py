@@ -74,6 +74,12 @@ class CacheConfig:
         "Cached prefix that goes first: lru the one unused longest, cost the one whose loss costs least "
         "(work to compute it again x hits).",
     )
+    kv_events_config: str | None = option(
+        None,
+        "JSON: tell routers what is cached, e.g. {\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}; "
+        "also endpoint, replay_endpoint, topic, buffer_steps, hwm.",
+        metavar="JSON",
+    )
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory that the engine may use.")
     kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV pool in bytes; by default 512 MiB or one full context on a CPU, what is left on a GPU."

@@ -21,6 +21,7 @@ from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import ChatOptions, Intake
+from aioengine.kv_events import KVEvents
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
@@ -29,7 +30,8 @@ from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
 from aioengine.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from aioengine.runner import MemoryReport
+    from aioengine.fastcore.step_buffer import StepPlan
+    from aioengine.runner import MemoryReport, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +160,19 @@ class AsyncEngine:
             next_seed=lambda: seeds.getrandbits(63),
         )
         self._metrics = EngineMetrics(self.stats, parts.served_name)
+        self._events = KVEvents.start(config.cache, self._scheduler.kv)
         self._live = LiveRequests(self._scheduler, self._metrics, parts.tokenizer, parts.eos_token_ids)
         self._steps = StepLoop(
             self._scheduler,
             parts.runner,
-            self._live.settle,
+            self._live.settle if self._events is None else self._settle_and_publish,
             observe_step_s=self._metrics.step_time.observe,
             max_in_flight=max_in_flight,
             use_idle_time=parts.runner.use_idle_time,
         )
         self._lag = LagMonitor(self._metrics, self._scheduler.has_work)
-        self._cache = CacheAdmin(self._scheduler, self.render, self._prewarm, wake=self._steps.wake)
+        wake = self._steps.wake if self._events is None else self._wake_and_publish
+        self._cache = CacheAdmin(self._scheduler, self.render, self._prewarm, wake=wake)
         self.model = ModelInfo(
             name=parts.served_name,
             architecture=parts.spec.architecture,
@@ -219,6 +223,8 @@ class AsyncEngine:
         self._steps.stop()
         if self._steps_task is not None:
             await asyncio.wait((self._steps_task,))
+        if self._events is not None:
+            await self._events.close()
         await self._loaded.runner.close()
         await run_in_thread(self._intake.close)
 
@@ -325,6 +331,22 @@ class AsyncEngine:
         """Operations on the prefix cache: evict, quarantine, pin, lease, prewarm, reset, audit."""
         self._check_started()
         return self._cache
+
+    @property
+    def kv_events(self) -> KVEvents | None:
+        """What is cached and forgotten, step by step; None unless `kv_events_config` enables it."""
+        self._check_started()
+        return self._events
+
+    def _settle_and_publish(self, plan: StepPlan, result: StepResult) -> None:
+        self._live.settle(plan, result)
+        assert self._events is not None
+        self._events.publish()
+
+    def _wake_and_publish(self) -> None:
+        self._steps.wake()
+        assert self._events is not None
+        self._events.publish()
 
     async def _prewarm(self, token_ids: list[int], cache_salt: str | None) -> None:
         """Computes a prompt for the cache alone, behind all others that wait."""

@@ -92,7 +92,11 @@ def _admin_routes(engine: Engine, config: ServerConfig) -> list[BaseRoute]:
         "/admin/cache/reset": cache.reset,
         "/reset_prefix_cache": cache.reset_prefix_cache,
     }
-    gets = {"/admin/cache/audit": cache.audit, "/admin/cache/stats": cache.stats}
+    gets = {
+        "/admin/cache/audit": cache.audit,
+        "/admin/cache/stats": cache.stats,
+        "/admin/kv_events": cache.kv_events,
+    }
     return [
         *(Route(path, handler, methods=["POST"], middleware=guard) for path, handler in posts.items()),
         *(Route(path, handler, methods=["GET"], middleware=guard) for path, handler in gets.items()),

@@ -1,17 +1,20 @@
-"""POST /admin/cache/*, POST /reset_prefix_cache: the governed cache over HTTP. Off unless `--enable-admin`.
+"""POST /admin/cache/*, POST /reset_prefix_cache, GET /admin/kv_events: the governed cache over HTTP.
 
-Every route stands behind the admin key (`AdminAuth`). An operation answers its `CacheReply` as JSON: 200 if it was
-done, exactly or degraded, 409 if it was refused.
+All off unless `--enable-admin`, and each behind the admin key (`AdminAuth`). An operation answers its `CacheReply`
+as JSON: 200 if it was done, exactly or degraded, 409 if it was refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, TypedDict
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from aioengine.api.errors import json_response
 from aioengine.api.face import Engine
@@ -26,6 +29,7 @@ from aioengine.api.protocol import (
     UnpinRequest,
     read_request,
 )
+from aioengine.api.sse import HEADERS
 from aioengine.errors import InvalidRequest
 from aioengine.types import CacheReply, Prompt
 
@@ -121,6 +125,39 @@ class CacheRoutes:
     async def stats(self, request: Request) -> Response:
         """Sizes, pins and counters."""
         return json_response(orjson.dumps(dataclasses.asdict(self._engine.cache.stats())))
+
+
+    async def kv_events(self, request: Request) -> Response:
+        """What is cached and forgotten as server-sent events; `?from=N` begins with batch N, if it is still kept."""
+        given = request.query_params.get("from")
+        if given is not None and not (given.isascii() and given.isdecimal()):
+            raise InvalidRequest(f"from={given!r} must be a whole number", param="from")
+        events = self._engine.kv_events
+        if events is None:
+            raise InvalidRequest("KV events are off; start with --kv-events-config")
+        return KVEventStream(events.subscribe_json(None if given is None else int(given)))
+
+
+class KVEventStream(StreamingResponse):
+    """Streams batches, and ends its subscription when the client leaves."""
+
+    def __init__(self, batches: AsyncIterator[bytes]) -> None:
+        self._frames = _frames(batches)
+        super().__init__(self._frames, headers=HEADERS, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._frames.aclose()
+
+
+async def _frames(batches: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """A comment first, so that a client knows that it is connected."""
+    yield b": kv events\n\n"
+    async with aclosing(batches):  # type: ignore[type-var]
+        async for batch in batches:
+            yield b"data: " + batch + b"\n\n"
 
 
 def _name_of(fields: NamedRequest) -> tuple[Prompt, Naming]:

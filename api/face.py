@@ -75,11 +75,20 @@ class Cache(Protocol):
     def stats(self) -> CacheStats: ...
 
 
+class KVEvents(Protocol):
+    """What is cached and forgotten, as JSON."""
+
+    def subscribe_json(self, start: int | None = None) -> AsyncIterator[bytes]: ...
+
+
 class Engine(Protocol):
     """The public face of `AsyncEngine` that the routes use."""
 
     @property
     def cache(self) -> Cache: ...
+
+    @property
+    def kv_events(self) -> KVEvents | None: ...
 
     @property
     def model(self) -> ModelInfo: ...

@@ -6,6 +6,7 @@ from typing import Literal, final
 from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
 from aioengine.fastcore.block_tokens import BlockTokens
+from aioengine.fastcore.kv_journal import KVJournal
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.prefix_map import PrefixMap
 from aioengine.fastcore.request import Request
@@ -62,6 +63,8 @@ class KVManager:
     @property
     def bytes_per_block(self) -> float:
         """Memory that a block takes here: record, hash, slots of the map, links of the tree, token ids."""
+    def start_journal(self) -> KVJournal:
+        """From now on the journal returned tells what is indexed and forgotten."""
     def reset(self) -> bool:
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""
     def forget(self, owners: Iterable[Request]) -> None:

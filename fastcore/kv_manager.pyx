@@ -20,6 +20,7 @@ from libc.string cimport memcpy
 
 from aioengine.fastcore.block_hash cimport CHECKED, Hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
+from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 from aioengine.fastcore.request cimport NO_LIMIT
@@ -273,6 +274,12 @@ cdef class KVManager:
             self.block_tokens.keep(request.blocks[at], request.tokens + <Py_ssize_t> at * self.block_size)
         if request.prewarms:
             self.pool.blocks[request.blocks[at]].flags |= PREWARMED
+        if self.prefix_map.journal is not None:
+            self.prefix_map.journal.stored(
+                self.prefix_map.bytes_of(request.blocks[at]), self.prefix_map.bytes_of(parent) if at else None,
+                request.tokens + <Py_ssize_t> at * self.block_size, self.block_size,
+                request.first_tail if at == 0 else request.later_tail,
+            )
         return 1
 
     cdef bint is_barred(self, Request request, int32_t at) except *:
@@ -339,6 +346,11 @@ cdef class KVManager:
         if self.pool.order is not None:
             num_bytes += self.pool.order.num_bytes
         return num_bytes / self.pool.num_blocks
+
+    def start_journal(self):
+        """From now on the journal returned tells what is indexed and forgotten."""
+        self.prefix_map.journal = KVJournal()
+        return self.prefix_map.journal
 
     def reset(self):
         """Forgets all cached prefixes; False, and nothing changes, while any block has an owner."""

@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher, Hash
 from aioengine.fastcore.block_pool cimport BlockPool
+from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.prefix_tree cimport PrefixTree
 
 
@@ -14,6 +15,7 @@ cdef struct Slot:
 cdef class PrefixMap:
     cdef BlockPool pool
     cdef readonly PrefixTree tree
+    cdef KVJournal journal            # None: nobody wants to know
     cdef Slot* slots
     cdef uint32_t num_slots
     cdef uint64_t* hashes             # num_blocks x hash_words, valid for flagged blocks
@@ -25,6 +27,7 @@ cdef class PrefixMap:
     cdef int32_t remove(self, int32_t block_id) except -1
     cdef int erase(self, int32_t block_id) except -1
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept
+    cdef bytes bytes_of(self, int32_t block_id)
     cdef Hash hash_of(self, int32_t block_id) noexcept
     cdef uint32_t home_of(self, int32_t block_id) noexcept
     cdef uint32_t behind(self, uint32_t at) noexcept

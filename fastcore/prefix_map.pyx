@@ -61,6 +61,10 @@ cdef class PrefixMap:
         memcpy(&hash, self.hashes + <size_t> block_id * self.hash_words, self.hash_words * sizeof(uint64_t))
         return hash
 
+    cdef bytes bytes_of(self, int32_t block_id):
+        """The hash of an indexed block, as long as the hasher makes them."""
+        return (<const char*> (self.hashes + <size_t> block_id * self.hash_words))[: 8 * self.hash_words]
+
     cdef uint32_t home_of(self, int32_t block_id) noexcept:
         return home(self.hashes[<size_t> block_id * self.hash_words], self.num_slots)
 
@@ -134,6 +138,8 @@ cdef class PrefixMap:
             hole = self.behind(hole)
         block.flags = 0
         self.num_entries -= 1
+        if self.journal is not None:
+            self.journal.removed(self.bytes_of(block_id))
         if self.pool.order is not None:
             self.pool.order.leave(block_id)
         # Back-shift: an entry may fill the hole if its home does not lie behind the hole on the way to it.
@@ -158,6 +164,8 @@ cdef class PrefixMap:
         memset(self.slots, 0, self.num_slots * sizeof(Slot))
         self.tree.clear()
         self.num_entries = 0
+        if self.journal is not None:
+            self.journal.cleared()
 
     def rank_by_cost(self, int32_t block_size, double context_cost=0.0):
         """Makes the pool choose victims by what their loss costs; for a map that is still empty."""

@@ -153,6 +153,52 @@ async def test_the_audit_s_limit_is_checked(client: httpx.AsyncClient) -> None:
     assert (await client.get("/admin/cache/audit?limit=-2", headers=KEY)).status_code == 400
 
 
+# ---- events -------------------------------------------------------------------------------------------------
+
+
+async def test_kv_events_are_streamed_with_what_came_before(make_engine: MakeEngine) -> None:
+    on = '{"enable_kv_cache_events": true}'
+    async with (
+        make_engine(kv_events_config=on) as engine,
+        running_server(engine, log_level="warning", **ADMIN) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60, headers=KEY) as client,
+    ):
+        await complete(client, FIRST, cache_salt="tenant")
+        async with client.stream("GET", "/admin/kv_events?from=0") as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = response.aiter_lines()
+            batches: list[dict[str, Any]] = []
+
+            async def read_until(kind: str) -> dict[str, Any]:
+                async for line in lines:
+                    if line.startswith("data: "):
+                        batches.append(json.loads(line[6:]))
+                        for event in batches[-1]["events"]:
+                            if event["type"] == kind:
+                                return dict(event)
+                raise AssertionError(kind)
+
+            stored = await read_until("BlockStored")
+            assert stored["parent_block_hash"] is None and stored["block_size"] == 16
+            assert stored["token_ids"][:80] == (await engine.render(FIRST))[:80]
+            assert len(stored["block_hashes"][0]) == 32
+            await govern(client, "evict", prompt=FIRST, start=0, cache_salt="tenant")
+            removed = await read_until("BlockRemoved")
+            assert set(stored["block_hashes"]) <= set(removed["block_hashes"])
+            await govern(client, "reset")
+            await read_until("AllBlocksCleared")
+            assert [batch["number"] for batch in batches] == list(range(len(batches)))
+        assert (await client.get("/admin/kv_events?from=x")).status_code == 400
+        async with asyncio.timeout(30):
+            while engine.kv_events is not None and engine.kv_events._subscribers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the client has left: so must its subscription
+
+
+async def test_kv_events_say_that_they_are_off(client: httpx.AsyncClient) -> None:
+    response = await client.get("/admin/kv_events", headers=KEY)
+    assert response.status_code == 400 and "--kv-events-config" in response.json()["error"]["message"]
+
+
 # ---- who may ------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +206,7 @@ async def test_the_audit_s_limit_is_checked(client: httpx.AsyncClient) -> None:
 async def test_admin_routes_need_the_admin_key(make_client: MakeClient, options: dict[str, str]) -> None:
     client = make_client(**ADMIN, **options)
     posts = [*(f"/admin/cache/{post}" for post in POSTS), "/reset_prefix_cache"]
-    gets = ["/admin/cache/audit", "/admin/cache/stats"]
+    gets = ["/admin/cache/audit", "/admin/cache/stats", "/admin/kv_events"]
     for method, path in [*(("POST", path) for path in posts), *(("GET", path) for path in gets)]:
         bare = await client.request(method, path, json={})
         assert (bare.status_code, bare.json()["error"]["code"]) == (401, "invalid_admin_key"), path
