@@ -278,6 +278,8 @@ cdef class Scheduler:
         self.num_victims += 1
         self.num_preemptions_total += 1
         self.budget += victim.step_tokens
+        if self.cost is not None:
+            self.cost.refund(victim.step_tokens)
         victim.step_tokens = 0
         self.kv.release(victim)
         self.in_flight.leave_row(victim)

@@ -68,6 +68,15 @@ def test_every_kind_of_end_is_told_apart() -> None:
     assert "length" not in counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Cancel(0.0, "a"))
 
 
+def test_an_urgent_request_gets_the_only_token_of_a_paced_step() -> None:
+    """Its victim had it; without it the step would be empty and nobody would wake the loop again."""
+    limits = {"max_num_seqs": 1, "max_num_scheduled_tokens": 1, "target_itl_s": 3.0, "policy": "priority"}
+    counts = counts_of(
+        Add(0.0, "a", 1, 4, ignore_eos=True), Add(2.9, "b", 1, 1, priority=-1, ignore_eos=True), **limits
+    )
+    assert counts["length"] == 2 and counts["made way"] == 1
+
+
 def test_a_prefix_is_hit_until_it_is_reset() -> None:
     events = (Add(0.0, "a", 20, 1), Add(9.0, "b", 20, 1, shared=20, follows="a"))
     assert counts_of(*events)["hit tokens"] == 16

@@ -137,7 +137,8 @@ class _Watched:
             or self._scheduler.num_running >= self._scheduler.max_num_active_seqs
         ):
             return
-        blocks = -(-waiting[0].num_tokens // self._scheduler.kv.block_size)
+        # What a copy of this step reads was held until the step was made.
+        blocks = -(-waiting[0].num_tokens // self._scheduler.kv.block_size) + plan.num_copies
         assert blocks >= self._scheduler.num_free_blocks, f"{waiting[0]} could have started in {plan}"
 
     def _check_order(self, plan: StepPlan) -> None:
