@@ -25,7 +25,7 @@ import aioengine
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(aioengine.__file__).parent
 LIMIT_S = 180.0
-NUM_SEEDS = 200
+NUM_SEEDS = 800
 NUM_STEPS = 150
 CYTHON_ARGS = (
     "-3", "-Xfreethreading_compatible=False", "-Xcdivision=True", "-Xinitializedcheck=False",
