@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from aioengine.errors import InvalidRequest
+from aioengine.errors import ContextLengthExceeded, InvalidRequest
 from aioengine.fastcore.cache_control import CacheControl
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.scheduler import Scheduler
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_AUDIT_RECORDS = 1000
 MAX_QUARANTINED = 1000
 MAX_LEASE_S = 366 * 86400.0
+MAX_BOOKED_CHARS = 200
+"""So much of a salt or a pin's id is written down: the audit log must stay small, whatever callers send."""
 
 OFF = "prefix caching is off; start with --enable-prefix-caching"
 INEXACT = (
@@ -212,7 +214,7 @@ class CacheAdmin:
         """Ends a pin or a lease."""
         num_blocks = self._control.unpin(pin_id)
         self._expiry.pop(pin_id, None)
-        reason = None if num_blocks else f"there is no pin {pin_id}"
+        reason = None if num_blocks else f"there is no pin {_booked(pin_id)}"
         status: CacheStatus = "exact" if num_blocks else "refused"
         return self._book("unpin", status, reason=reason, num_blocks=num_blocks, pin_id=pin_id)
 
@@ -344,29 +346,40 @@ class CacheAdmin:
     async def _token_ids(self, prompt: Prompt, cache_salt: str | None, chat: dict[str, Any]) -> list[int]:
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}", param="cache_salt")
-        return await self._render(prompt, **{"add_generation_prompt": False, **chat})
+        token_ids = await self._render(prompt, **{"add_generation_prompt": False, **chat})
+        if len(token_ids) > self._scheduler.max_model_len:  # ids as such are measured before; text is not
+            raise ContextLengthExceeded(
+                f"the prefix has {len(token_ids)} tokens and no request can have more than "
+                f"max_model_len={self._scheduler.max_model_len}",
+                param="prompt",
+            )
+        return token_ids
 
     def _named(self, token_ids: list[int], cache_salt: str | None, start: int | None) -> NamedPrefix:
         if start is not None and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
             raise InvalidRequest(f"start={start!r} must be the position of a token", param="start")
-        try:
-            return NamedPrefix(
-                np.array(token_ids, dtype=np.int32),
-                self._scheduler.kv.block_size,
-                cache_salt=salt_bytes(cache_salt),
-                start=-1 if start is None else start,
-            )
-        except ValueError as error:
-            raise InvalidRequest(str(error), param="start") from None
+        if start is not None and start >= len(token_ids):
+            raise InvalidRequest(f"start={start} is not a token of a prefix of {len(token_ids)} tokens", param="start")
+        return NamedPrefix(
+            np.array(token_ids, dtype=np.int32),
+            self._scheduler.kv.block_size,
+            cache_salt=salt_bytes(cache_salt),
+            start=-1 if start is None else start,
+        )
 
     def _book(self, action: str, status: CacheStatus, **facts: Any) -> CacheReply:
         """Writes the reply of an operation down and returns it."""
         self._num_audited += 1
+        facts |= {name: _booked(facts[name]) for name in ("cache_salt", "pin_id") if facts.get(name)}
         reply = CacheReply(audit_id=self._num_audited, at_s=self._wall_clock(), action=action, status=status, **facts)
         self._audit.append(reply)
         logger.info("cache: %s", {k: v for k, v in dataclasses.asdict(reply).items() if v not in (None, 0)})
         self._wake()
         return reply
+
+
+def _booked(text: str) -> str:
+    return text if len(text) <= MAX_BOOKED_CHARS else f"{text[:MAX_BOOKED_CHARS]}... ({len(text)} characters)"
 
 
 def salt_bytes(cache_salt: str | None) -> bytes:

@@ -198,6 +198,9 @@ class AsyncEngine:
             self._live.fail_all(EngineClosed("the engine shut down before the request was finished"))
             self._steps.wake()
             return False
+        finally:
+            if self._events is not None:
+                self._events.end_subscriptions()
         return True
 
     async def close(self) -> None:
@@ -494,6 +497,8 @@ class AsyncEngine:
             self._live.fail_all(EngineDead(f"the engine has failed: {error}"))
             await self._steps.abandon()
             self._scheduler.fail_all()
+            if self._events is not None:
+                self._events.end_subscriptions()
 
     async def _log_stats(self) -> None:
         """One line per interval while something happens (checklist N11)."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST = 2**31 - 1
+"""Largest number that a socket option takes."""
+
 SUBSCRIBER_BATCHES = 1000
 """So many batches wait for a subscriber in this process before it loses some."""
 
@@ -98,8 +101,8 @@ def parse_config(text: str) -> KVEventsConfig:
         if unknown := sorted(set(given) - {f.name for f in fields(KVEventsConfig)}):
             raise ValueError(f"{unknown[0]} is unknown; there are {known}")
         config = msgspec.convert(given, KVEventsConfig)
-        if min(config.buffer_steps, config.hwm) < 1:
-            raise ValueError("buffer_steps and hwm must be at least 1")
+        if min(config.buffer_steps, config.hwm) < 1 or max(config.buffer_steps, config.hwm) > MOST:
+            raise ValueError(f"buffer_steps and hwm must be at least 1 and at most {MOST}")
     except (ValueError, msgspec.ValidationError) as error:
         raise InvalidConfig(f"kv_events_config cannot be used: {error}", param="kv_events_config") from None
     return config
@@ -107,7 +110,8 @@ def parse_config(text: str) -> KVEventsConfig:
 
 @dataclass(slots=True, eq=False)
 class _Subscriber:
-    queue: asyncio.Queue[tuple[int, EventBatch]]
+    queue: asyncio.Queue[tuple[int, EventBatch] | None]
+    """What waits for the reader; None ends the subscription."""
 
 
 class KVEvents:
@@ -121,6 +125,7 @@ class KVEvents:
         self._recent: deque[tuple[int, EventBatch]] = deque(maxlen=config.buffer_steps)
         self._subscribers: list[_Subscriber] = []
         self._next_number = 0
+        self._is_over = False
         self._zmq = _ZmqPublisher(config, self) if config.publisher == "zmq" else None
 
     @classmethod
@@ -152,7 +157,7 @@ class KVEvents:
         self._next_number += 1
         self._recent.append(item)
         for subscriber in self._subscribers:
-            if not subscriber.queue.full():
+            if subscriber.queue.qsize() < SUBSCRIBER_BATCHES:
                 subscriber.queue.put_nowait(item)
         if self._zmq is not None:
             self._zmq.send(item[0], self._encoder.encode(batch))
@@ -175,20 +180,31 @@ class KVEvents:
         """Batches as they come, with their numbers; with `start` those from that number on that are still kept.
 
         A gap in the numbers means that batches were lost, because the reader was too slow or they are too old.
+        Ends when the engine does.
         """
-        subscriber = _Subscriber(asyncio.Queue(SUBSCRIBER_BATCHES))
+        subscriber = _Subscriber(asyncio.Queue())
+        if self._is_over:
+            subscriber.queue.put_nowait(None)
         self._subscribers.append(subscriber)
         try:
             for item in self.recent(start) if start is not None else ():
                 yield item
-            while True:
-                yield await subscriber.queue.get()
+            while (next_item := await subscriber.queue.get()) is not None:
+                yield next_item
         finally:
             self._subscribers.remove(subscriber)
 
-    async def close(self) -> None:
-        """Publishes what is left and closes the sockets."""
+    def end_subscriptions(self) -> None:
+        """Publishes what is left and ends every subscription of this process, or a server waits for its readers."""
         self.publish()
+        if not self._is_over:
+            self._is_over = True
+            for subscriber in self._subscribers:
+                subscriber.queue.put_nowait(None)
+
+    async def close(self) -> None:
+        """Publishes what is left, ends the subscriptions and closes the sockets."""
+        self.end_subscriptions()
         if self._zmq is not None:
             await self._zmq.close()
 

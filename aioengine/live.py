@@ -278,8 +278,14 @@ class LiveRequests:
         self._num_preemptions, self._warned_s = total, now_s
 
     def _num_preempted_for_blocks(self) -> int:
-        # Making way for an urgent request is what its priority is for: nothing to warn of.
-        return self._scheduler.num_preemptions_total - self._scheduler.num_urgent_preemptions_total
+        # Making way for an urgent request is what its priority is for, and a forced reset is meant: nothing to
+        # warn of.
+        scheduler = self._scheduler
+        return (
+            scheduler.num_preemptions_total
+            - scheduler.num_urgent_preemptions_total
+            - scheduler.num_reset_preemptions_total
+        )
 
     def _book_first_token(self, choice: LiveChoice, now_s: float) -> None:
         metrics, request = self._metrics, choice.request

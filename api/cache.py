@@ -34,6 +34,7 @@ from aioengine.errors import InvalidRequest
 from aioengine.types import CacheReply, Prompt
 
 MAX_RECORDS = 1000
+MAX_DIGITS = 18
 
 
 class Naming(TypedDict):
@@ -116,26 +117,21 @@ class CacheRoutes:
 
     async def audit(self, request: Request) -> Response:
         """The newest records of the audit log, oldest first; `?limit=` bounds them."""
-        given = request.query_params.get("limit", str(MAX_RECORDS))
-        if not given.isascii() or not given.isdecimal():
-            raise InvalidRequest(f"limit={given!r} must be a whole number", param="limit")
-        records = self._engine.cache.audit(min(int(given), MAX_RECORDS))
+        limit = _number_in(request, "limit")
+        records = self._engine.cache.audit(MAX_RECORDS if limit is None else min(limit, MAX_RECORDS))
         return json_response(orjson.dumps({"records": [dataclasses.asdict(record) for record in records]}))
 
     async def stats(self, request: Request) -> Response:
         """Sizes, pins and counters."""
         return json_response(orjson.dumps(dataclasses.asdict(self._engine.cache.stats())))
 
-
     async def kv_events(self, request: Request) -> Response:
         """What is cached and forgotten as server-sent events; `?from=N` begins with batch N, if it is still kept."""
-        given = request.query_params.get("from")
-        if given is not None and not (given.isascii() and given.isdecimal()):
-            raise InvalidRequest(f"from={given!r} must be a whole number", param="from")
+        start = _number_in(request, "from")
         events = self._engine.kv_events
         if events is None:
             raise InvalidRequest("KV events are off; start with --kv-events-config")
-        return KVEventStream(events.subscribe_json(None if given is None else int(given)))
+        return KVEventStream(events.subscribe_json(start))
 
 
 class KVEventStream(StreamingResponse):
@@ -158,6 +154,21 @@ async def _frames(batches: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     async with aclosing(batches):  # type: ignore[type-var]
         async for batch in batches:
             yield b"data: " + batch + b"\n\n"
+
+
+def _number_in(request: Request, name: str) -> int | None:
+    """A whole number from the query, None if it is not there.
+
+    Raises:
+        InvalidRequest: it is something else, or has more digits than any number meant.
+    """
+    given = request.query_params.get(name)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
+        shown = given if len(given) <= MAX_DIGITS else f"{given[:MAX_DIGITS]}..."
+        raise InvalidRequest(f"{name}={shown!r} must be a whole number of at most {MAX_DIGITS} digits", param=name)
+    return int(given)
 
 
 def _name_of(fields: NamedRequest) -> tuple[Prompt, Naming]:

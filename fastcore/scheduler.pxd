@@ -54,6 +54,7 @@ cdef class Scheduler:
     cdef readonly int64_t prefix_queries_tokens
     cdef readonly int64_t prefix_hit_tokens
     cdef readonly int64_t num_preemptions_total
+    cdef readonly int64_t num_reset_preemptions_total   # of these, those by a forced reset of the cache
     cdef readonly int64_t num_urgent_preemptions_total
 
     cdef bint schedule_running(self) except -1

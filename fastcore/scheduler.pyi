@@ -61,6 +61,7 @@ class Scheduler:
     prefix_hit_tokens: int
     """How many of those were found."""
     num_preemptions_total: int
+    num_reset_preemptions_total: int
     num_urgent_preemptions_total: int
     """Those of them that made way for a more important request that waited."""
 

@@ -528,6 +528,7 @@ cdef class Scheduler:
         """
         if not force:
             return self.kv.reset()
+        self.num_reset_preemptions_total += len(self.running)
         while self.running:
             self.preempt(<Request> self.running.pop())
         self.kv.forget(self.in_flight.deferred)

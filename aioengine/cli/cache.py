@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from aioengine.config import admin_key_from_environment
 from aioengine.errors import EngineError, InvalidConfig
@@ -33,17 +35,24 @@ async def run(args: argparse.Namespace) -> int:
     key = args.admin_key or admin_key_from_environment()
     if not key:
         raise InvalidConfig("no admin key: give --admin-key or set AIOENGINE_ADMIN_KEY")
+    if not key.isprintable():
+        raise InvalidConfig("the admin key holds a line break or another character that no header can carry")
     status, body = await asyncio.to_thread(_send, _request(args, key))
     print(json.dumps(body, indent=2, ensure_ascii=False))
     return 0 if status == 200 else 1
 
 
 def _request(args: argparse.Namespace, key: str) -> urllib.request.Request:
-    parts = urllib.parse.urlsplit(args.url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urllib.parse.urlsplit(args.url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
         raise InvalidConfig(f"--url {args.url} must look like http://HOST:PORT")
     url = f"{args.url.rstrip('/').removesuffix('/v1')}/admin/cache/{args.operation}"
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    # As UTF-8, in which the server has its key; urllib would make Latin-1 of it.
+    headers: dict[str, Any] = {"Authorization": f"Bearer {key}".encode(), "Content-Type": "application/json"}
     if args.operation in READING:
         query = f"?limit={args.limit}" if args.operation == "audit" else ""
         return urllib.request.Request(url + query, headers=headers, method="GET")
@@ -83,11 +92,14 @@ def _send(request: urllib.request.Request) -> tuple[int, object]:
         try:
             body = json.loads(text)
         except ValueError:
-            body = {}
-        if error.code == 409:
+            body = None
+        if error.code == 409 and isinstance(body, dict) and "status" in body:
             return error.code, body
-        message = body.get("error", {}).get("message", text[:200])
+        problem = body.get("error") if isinstance(body, dict) else None
+        message = problem.get("message") if isinstance(problem, dict) else text[:200]
         hint = "; was the server started with --enable-admin?" if error.code == 404 else ""
         raise EngineError(f"the server answers {error.code}: {message}{hint}") from None
+    except (http.client.HTTPException, ValueError) as error:
+        raise EngineError(f"{request.full_url} does not answer as a server of aioengine: {error!r}") from None
     except (urllib.error.URLError, OSError) as error:
         raise EngineError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None

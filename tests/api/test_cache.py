@@ -130,6 +130,9 @@ async def test_a_forced_reset_at_vllms_address_changes_no_answer(client: httpx.A
         ("evict", {"prompt": "a", "messages": []}, "prompt"),
         ("evict", {"messages": []}, "messages"),
         ("evict", {"prompt": "abc", "start": 7}, "start"),
+        ("evict", {"prompt": "abc", "start": 2**31}, "start"),
+        ("lift", {"prompt": "abc", "start": 10**30}, "start"),
+        ("quarantine", {"prompt": "a" * 20_000}, "prompt"),
         ("evict", {"prompt": "abc", "force": True}, "force"),
         ("pin", {"prompt": "abc", "start": 1}, "start"),
         ("lease", {"prompt": "abc"}, "ttl_s"),
@@ -150,7 +153,9 @@ async def test_the_audit_s_limit_is_checked(client: httpx.AsyncClient) -> None:
     for _ in range(3):
         await govern(client, "reset")
     assert len((await client.get("/admin/cache/audit?limit=2", headers=KEY)).json()["records"]) == 2
-    assert (await client.get("/admin/cache/audit?limit=-2", headers=KEY)).status_code == 400
+    for wrong in ("-2", "", "9" * 5000):
+        response = await client.get(f"/admin/cache/audit?limit={wrong}", headers=KEY)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
 # ---- events -------------------------------------------------------------------------------------------------
@@ -188,10 +193,29 @@ async def test_kv_events_are_streamed_with_what_came_before(make_engine: MakeEng
             await govern(client, "reset")
             await read_until("AllBlocksCleared")
             assert [batch["number"] for batch in batches] == list(range(len(batches)))
-        assert (await client.get("/admin/kv_events?from=x")).status_code == 400
+        for wrong in ("x", "9" * 5000):
+            assert (await client.get(f"/admin/kv_events?from={wrong}")).status_code == 400
         async with asyncio.timeout(30):
             while engine.kv_events is not None and engine.kv_events._subscribers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # the client has left: so must its subscription
+
+
+async def test_a_reader_of_kv_events_does_not_hold_up_the_shutdown(make_engine: MakeEngine) -> None:
+    on = '{"enable_kv_cache_events": true}'
+    async with (
+        make_engine(kv_events_config=on) as engine,
+        running_server(engine, log_level="warning", drain_timeout_s=3600.0, **ADMIN) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=60, headers=KEY) as client,
+        client.stream("GET", "/admin/kv_events?from=0") as response,
+    ):
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": kv events"
+        await complete(client, FIRST)
+        running.server.stop()
+        async with asyncio.timeout(60):
+            told = [line async for line in lines if line.startswith("data: ")]
+            await running.task
+        assert "BlockStored" in told[0]
 
 
 async def test_kv_events_say_that_they_are_off(client: httpx.AsyncClient) -> None:
@@ -295,9 +319,44 @@ async def test_refusals_and_errors_have_exit_codes(
         (["stats", "--admin-key", "wrong"], EXIT_FAILED, "the server answers 403: the admin key is wrong"),
         (["stats", "--url", "http://127.0.0.1:1"], EXIT_FAILED, "cannot be reached"),
         (["stats", "--url", "nonsense"], EXIT_USAGE, "must look like http://HOST:PORT"),
+        (["stats", "--url", "http://127.0.0.1:port"], EXIT_USAGE, "must look like http://HOST:PORT"),
+        (["stats", "--url", "http://[::1"], EXIT_USAGE, "must look like http://HOST:PORT"),
+        (["stats", "--url", f"{server.url}/a b"], EXIT_FAILED, "does not answer as a server of aioengine"),
+        (["stats", "--admin-key", "secret\n"], EXIT_USAGE, "the admin key holds a line break"),
+        (["stats", "--admin-key", "k\u00e9y \u20ac"], EXIT_FAILED, "the server answers 403: the admin key is wrong"),
     ]:
         found, err = await run_cli(*argv)
         assert (found, text in err) == (code, True), err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhello",
+        b"HTTP/1.1 409 Conflict\r\nContent-Length: 2\r\n\r\n[]",
+        b'HTTP/1.1 400 Bad\r\nContent-Length: 13\r\n\r\n{"error":"x"}',
+    ],
+)
+async def test_another_server_is_told_from_ours(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code = await asyncio.to_thread(main, ["cache", "stats", "--url", url, "--admin-key", "k"])
+    err = capsys.readouterr().err
+    assert code == EXIT_FAILED and ("does not answer as a server" in err or "the server answers 4" in err), err
+
+
+async def test_an_admin_key_may_have_any_letters(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_server(engine, enable_admin=True, admin_api_key="k\u00e9y \u20ac") as running:
+        line = ["cache", "audit", "--url", running.url, "--admin-key", "k\u00e9y \u20ac"]
+        await asyncio.to_thread(main, line)
+    assert "admin key" not in capsys.readouterr().err
 
 
 def test_the_command_line_needs_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

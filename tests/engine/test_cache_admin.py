@@ -68,7 +68,7 @@ async def test_a_running_request_goes_on_and_shares_no_more(make_engine: MakeEng
         assert last.token_ids == expected
 
 
-async def test_a_forced_reset_changes_no_answer(make_engine: MakeEngine) -> None:
+async def test_a_forced_reset_changes_no_answer(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     long = dataclasses.replace(GREEDY, max_tokens=60)
     for options in ({}, {"async_scheduling": True}):
         async with make_engine(**options) as engine:
@@ -88,6 +88,7 @@ async def test_a_forced_reset_changes_no_answer(make_engine: MakeEngine) -> None
                     await asyncio.sleep(0.02)
             assert [(await task)[0].token_ids for task in reading] == expected
             assert num_resets > 0 and engine.stats().num_preemptions > 0
+    assert "the KV pool is full" not in caplog.text
 
 
 async def test_pins_and_leases_hold_against_a_flood(make_engine: MakeEngine) -> None:
@@ -104,10 +105,10 @@ async def test_pins_and_leases_hold_against_a_flood(make_engine: MakeEngine) -> 
         leased = await cache.lease(FIRST[:70], 60)
         assert (leased.status, leased.num_blocks, leased.expires_in_s) == ("exact", 4, 60.0)
         assert samples(engine)["kv_cache_pinned_blocks"] == cache.stats().num_pinned_blocks == 5
-        partly = await cache.pin(FIRST + "and so forth")
+        partly = await cache.pin(FIRST + " and so on.")
         assert (partly.status, partly.num_blocks) == ("degraded", 5)
         assert partly.reason == "1 of its 6 blocks are not cached; prewarm it first"
-        whole = await cache.pin(FIRST + "and so forth", require_exact=True)
+        whole = await cache.pin(FIRST + " and so on.", require_exact=True)
         assert whole.status == "refused"
         for n in range(8):
             await ask(engine, f"{n} a flood that fills three blocks of the pool", GREEDY)
@@ -208,7 +209,11 @@ async def test_every_operation_is_on_record(make_engine: MakeEngine, caplog: pyt
         assert len(records) == 1000 and [r.audit_id for r in records] == list(range(7, 1007))
         assert engine.cache.audit(2) == records[-2:] and engine.cache.audit(0) == []
         assert records[-1].pin_id == "none-1004" and records[-1].at_s > 1e9
-    assert "'action': 'prewarm'" in caplog.text
+        assert "'action': 'prewarm'" in caplog.text
+        caplog.clear()
+        await engine.cache.unpin("x" * 10**6)
+        reply = await engine.cache.lift("abc", cache_salt="s" * 10**6)
+        assert reply.cache_salt == "s" * 200 + "... (1000000 characters)" and len(caplog.text) < 5000
 
 
 @pytest.mark.parametrize(
@@ -218,6 +223,8 @@ async def test_every_operation_is_on_record(make_engine: MakeEngine, caplog: pyt
         (lambda cache: cache.evict([1, 10**6]), "prompt"),
         (lambda cache: cache.evict("abc", start=3), "start"),
         (lambda cache: cache.evict("abc", start=-1), "start"),
+        (lambda cache: cache.evict("abc", start=2**40), "start"),
+        (lambda cache: cache.evict("a" * 20_000), "prompt"),
         (lambda cache: cache.quarantine("abc", start=True), "start"),
         (lambda cache: cache.pin("abc", cache_salt=7), "cache_salt"),
         (lambda cache: cache.lease("abc", 0), "ttl_s"),

@@ -183,6 +183,25 @@ async def test_a_slow_subscriber_sees_a_gap_and_stops_nobody() -> None:
     assert events._subscribers == []
 
 
+async def test_the_end_reaches_readers_quick_and_slow_and_late() -> None:
+    scheduler, events = make()
+    waiting, slow = events.subscribe(), events.subscribe(0)
+    next_one = asyncio.ensure_future(anext(waiting, None))
+    await asyncio.sleep(0)
+    run_one(scheduler, 1, 2)
+    events.publish()
+    assert [(await one)[0] for one in (next_one, anext(slow))] == [0, 0]  # type: ignore[index]
+    for i in range(SUBSCRIBER_BATCHES + 20):
+        run_one(scheduler, 100 + i, 7)
+        events.publish()
+    run_one(scheduler, 5, 5)
+    await events.close()
+    assert [number async for number, _ in slow][-1] == SUBSCRIBER_BATCHES
+    assert len([item async for item in waiting]) == SUBSCRIBER_BATCHES
+    assert [number async for number, _ in events.subscribe(events.next_number - 1)] == [events.next_number - 1]
+    assert events._subscribers == []
+
+
 async def test_over_zeromq_with_a_replay_of_what_was_missed() -> None:
     zmq = pytest.importorskip("zmq")
     zmq_asyncio = pytest.importorskip("zmq.asyncio")
@@ -245,6 +264,8 @@ async def test_over_zeromq_with_a_replay_of_what_was_missed() -> None:
         ('{"publisher": "kafka"}', "kafka"),
         ('{"enable_kv_cache_events": "yes"}', "bool"),
         ('{"buffer_steps": 0}', "buffer_steps and hwm must be at least 1"),
+        ('{"buffer_steps": 9223372036854775808}', "and at most 2147483647"),
+        ('{"hwm": 2147483648}', "and at most 2147483647"),
     ],
 )
 def test_a_bad_configuration_is_explained(text: str, message: str) -> None:
