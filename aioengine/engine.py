@@ -482,6 +482,8 @@ class AsyncEngine:
 
     def _check_queue(self, num_new: int) -> None:
         limit, num_waiting = self.config.scheduler.max_waiting_requests, self._scheduler.num_waiting
+        if limit is not None and num_new > limit:  # later would not help
+            raise InvalidRequest(f"n={num_new} is above max_waiting_requests={limit}: no more may wait", param="n")
         if limit is not None and num_waiting + num_new > limit:
             raise QueueFull(f"{num_waiting} requests are waiting and the limit is {limit}; try again later")
 

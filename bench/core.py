@@ -22,6 +22,7 @@ from aioengine.bench.host_only import run_host_only
 from aioengine.bench.naive_pool import NaivePool, chain_hashes
 from aioengine.bench.report import print_table, write_json
 from aioengine.bench.workloads import random_prompts
+from aioengine.errors import InvalidConfig
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
@@ -51,6 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 async def run_core(args: argparse.Namespace) -> None:
     """Measures the parts asked for."""
+    if min(args.steps, args.output_len, *args.num_seqs) < 1:
+        raise InvalidConfig("--steps, --output-len and --num-seqs must be at least 1")
     parts = ["host"] if args.host_only else args.parts
     report: dict[str, Any] = {"benchmark": "core", "median_of": args.repeats}
     if "pool" in parts:

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from aioengine.bench import core, replay
-from aioengine.bench.report import peak_memory_bytes, print_table, write_json
+from aioengine.bench.report import check_output_file, peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
 from aioengine.config import GROUPS
@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(argv)
     if getattr(args, "input_len", 1) < 1 or getattr(args, "repeats", 1) < 1:
         raise InvalidConfig("--input-len and --repeats must be at least 1")
+    check_output_file("--json", args.json)
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = args.run
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(args))

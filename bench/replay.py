@@ -17,13 +17,15 @@ from typing import Any
 
 from rich.progress import track
 
-from aioengine.bench.report import print_table, write_json
+from aioengine.bench.report import check_output_file, print_table, write_json
 from aioengine.bench.traces import SYNTHETIC, Arrival, read_trace
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 
 POLICIES = ("lru", "cost")
+MAX_CONTEXT_COST = 1e6
+"""What the KV manager takes."""
 Row = dict[str, Any]
 
 
@@ -69,10 +71,13 @@ async def run_replay(args: argparse.Namespace) -> None:
     """Replays every trace at every size under every policy."""
     if not all(0 < budget <= 1 for budget in args.budgets):
         raise InvalidConfig("--budgets must be above 0 and at most 1", param="budgets")
-    if min(args.concurrency, args.block_size, args.hash_block_size, args.num_requests or 1) < 1:
+    num_requests = 1 if args.num_requests is None else args.num_requests
+    if min(args.concurrency, args.block_size, args.hash_block_size, num_requests) < 1:
         raise InvalidConfig("--num-requests, --concurrency and block sizes must be at least 1")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidConfig("--plot needs the package matplotlib: pip install 'aioengine[bench]'", param="plot")
+    if not 0 <= args.context_cost < MAX_CONTEXT_COST:
+        raise InvalidConfig(f"--context-cost must be at least 0 and below {MAX_CONTEXT_COST:g}", param="context_cost")
+    if args.plot:
+        check_plot(args.plot)
     rows: list[Row] = []
     for name in args.traces or SYNTHETIC:
         some = replay_trace(name, load_trace(name, args), args)
@@ -136,6 +141,19 @@ def replay(trace: Iterable[Arrival], kv: KVManager, concurrency: int) -> Outcome
         kv.release(live.popleft())
     outcome.num_cached_blocks = kv.prefix_map.num_entries
     return outcome
+
+
+def check_plot(path: str) -> None:
+    """Refuses a picture that could not be drawn, before anything is replayed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidConfig("--plot needs the package matplotlib: pip install 'aioengine[bench]'", param="plot")
+    check_output_file("--plot", path)
+    from matplotlib.backend_bases import FigureCanvasBase  # optional
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    kind = Path(path).suffix.removeprefix(".")
+    if kind and kind.lower() not in kinds:
+        raise InvalidConfig(f"--plot {path}: {kind} is none of {', '.join(sorted(kinds))}", param="plot")
 
 
 def plot(rows: Sequence[Row], path: str) -> None:

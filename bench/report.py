@@ -5,6 +5,7 @@ A figure without machine, versions and command is worth nothing, so every report
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from aioengine.config import usable_cores
 from aioengine.device import processor_name
+from aioengine.errors import InvalidConfig
 
 PACKAGES = ("aioengine", "torch", "triton", "transformers", "numpy", "uvloop")
 
@@ -57,6 +59,23 @@ def _shown(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def check_output_file(flag: str, path: str | None) -> None:
+    """Refuses a file that cannot be written, before hours of measuring end in nothing.
+
+    Raises:
+        InvalidConfig: its folder does not exist, it is a folder, or it may not be written.
+    """
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InvalidConfig(f"{flag} {path}: there is no folder {folder}")
+    if Path(path).is_dir():
+        raise InvalidConfig(f"{flag} {path} is a folder; give a file")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise InvalidConfig(f"{flag} {path} cannot be written: permission denied")
 
 
 def write_json(path: str | None, report: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ places for equal prefixes; `arrival` or `timestamp` gives the order.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,8 @@ def read_trace(path: Path, hash_block_size: int, limit: int | None = None) -> li
         try:
             record = orjson.loads(line)
             when = float(record.get("arrival", record.get("timestamp", number)))
+            if not math.isfinite(when):
+                raise ValueError(f"it arrives at {when}")
             timed.append((when, number, _arrival(record, hash_block_size)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidConfig(f"{path}, line {number} is no request of a trace: {error}") from None
@@ -189,6 +192,6 @@ def _ids(values: object) -> Ints:
     if not isinstance(values, Sequence) or not values:
         raise ValueError(f"{str(values)[:40]!r} is not a list of ids")
     ids = np.array(values)
-    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**31:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**31:
         raise ValueError("ids must be integers from 0 to 2147483647")
     return ids.astype(np.int32)

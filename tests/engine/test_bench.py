@@ -63,6 +63,36 @@ def test_a_trace_is_replayed_under_both_policies(tmp_path: Path, capfd: pytest.C
     assert "there is no trace nowhere" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{trace} --num-requests 0", "--num-requests, --concurrency and block sizes must be at least 1"),
+        ("chat --num-requests 0", "--num-requests, --concurrency and block sizes must be at least 1"),
+        ("{trace} --context-cost -1", "--context-cost must be at least 0"),
+        ("{trace} --context-cost nan", "--context-cost must be at least 0"),
+        ("{trace} --context-cost 1e6", "--context-cost must be at least 0"),
+        ("{trace} --json {folder}/none/report.json", "there is no folder {folder}/none"),
+        ("{trace} --json {folder}", "{folder} is a folder"),
+        ("{trace} --plot {folder}/none/picture.png", "there is no folder {folder}/none"),
+        ("{trace} --plot {folder}/picture.foo", "foo is none of"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_before_anything_is(
+    line: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"token_ids": [1, 2, 3]}')
+    names = {"trace": tmp_path / "t.jsonl", "folder": tmp_path}
+    assert main(["bench", "replay", *line.format(**names).split()]) == 2
+    told = capfd.readouterr()
+    assert why.format(**names) in told.err and not told.out
+
+
+@pytest.mark.parametrize("line", ["--steps 0", "--output-len 0", "--num-seqs 4 0"])
+def test_nothing_to_measure_is_refused(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "core", *line.split()]) == 2
+    assert "--steps, --output-len and --num-seqs must be at least 1" in capfd.readouterr().err
+
+
 def test_a_bad_line_is_one_sentence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--prefix-len", "9", "--input-len", "4", "--model", str(folder)]) == 2
     assert "--prefix-len must not be above --input-len" in capfd.readouterr().err

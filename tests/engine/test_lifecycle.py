@@ -14,7 +14,15 @@ import uvloop
 
 from aioengine import startup
 from aioengine.engine import AsyncEngine
-from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, ModelNotFound, QueueFull
+from aioengine.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    InvalidConfig,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+)
 from aioengine.types import SamplingParams
 from tests.engine.conftest import MakeEngine, assert_nothing_held, engine_config, wait_idle
 from tests.engine.reading import GREEDY, ask, ask_all, read
@@ -215,6 +223,8 @@ async def test_a_full_queue_refuses_and_recovers(make_engine: MakeEngine) -> Non
             await engine.submit("one too many", GREEDY)
         with pytest.raises(QueueFull):
             await engine.submit("two too many", dataclasses.replace(GREEDY, n=2))
+        with pytest.raises(InvalidRequest, match="n=4 is above max_waiting_requests=3"):
+            await engine.submit("never", dataclasses.replace(GREEDY, n=4))
         for stream in streams:
             await read(stream)
         assert (await ask(engine, "again")).last.is_finished

@@ -31,9 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="How many seeds (default: 1000).")
     parser.add_argument("--first-seed", type=int, default=0, help="The first one (default: 0).")
     parser.add_argument("--steps", type=int, default=500, help="About how many steps per seed (default: 500).")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="Processes (default: all cores).")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="Processes (default: all cores).")
     parser.add_argument("--no-shrink", action="store_true", help="Do not cut the first failure down.")
     args = parser.parse_args(argv)
+    if min(args.seeds, args.steps, args.jobs) < 1 or args.first_seed < 0:
+        parser.error("--seeds, --steps and --jobs must be at least 1, --first-seed at least 0")
     console = Console()
     total, elapsed_s = _run_all(args, console)
     _print_table(total, elapsed_s, args.jobs, console)

@@ -50,6 +50,13 @@ def test_no_seed_breaks_a_rule() -> None:
         assert batch.counts[kind] > 20, f"the load no longer reaches {kind}"
 
 
+@pytest.mark.parametrize("line", ["--seeds 0", "--seeds -3", "--steps 0", "--jobs 0", "--first-seed -1"])
+def test_a_run_of_nothing_does_not_pass(line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+
+
 def test_a_seed_replays_exactly() -> None:
     first, second = (run(draw_script(11, 60)) for _ in range(2))
     assert first == second and first.num_steps > 10

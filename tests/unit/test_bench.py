@@ -116,6 +116,8 @@ def test_a_trace_file_is_read_in_order_of_arrival(tmp_path: Path) -> None:
         ("[]", "line 1 is no request"),
         ('{"prompt": 1}', "neither token_ids nor hash_ids"),
         ('{"token_ids": []}', "not a list of ids"),
+        ('{"token_ids": [[1, 2], [3, 4]]}', "from 0 to 2147483647"),
+        ('{"token_ids": [1], "arrival": "nan"}', "it arrives at nan"),
         ('{"token_ids": [-1]}', "from 0 to 2147483647"),
         ('{"token_ids": [1], "num_output": 1}', "num_output=1 of 1"),
         ('{"hash_ids": [1], "input_length": 9}', "input_length=9 does not fit 1 blocks of 4"),
