@@ -60,7 +60,10 @@ async def _serve(
                 gc.freeze()
                 report = startup_report(engine, server_options, url_of(sock), imports_s)
                 server = Server(engine, server_options, on_started=lambda: print(report, flush=True))
-                return await server.run_on(sock)
+                try:
+                    return await server.run_on(sock)
+                finally:
+                    gc.unfreeze()  # or the interpreter ends without it, and native modules report leaks
         except asyncio.CancelledError:
             if server is not None:
                 raise
