@@ -104,12 +104,18 @@ class AsyncEngine:
             raise EngineClosed(f"the engine cannot be started: it is {self._state}")
         self._state = "starting"
         try:
+            KVEvents.wanted(self.config.cache)  # a wrong option costs no loading
             parts = await self._loading.run(self.config, self._on_stage)
         except BaseException:
             self._state = "closed"
             raise
+        try:
+            self._assemble(parts)
+        except BaseException:
+            self._state = "closed"
+            await parts.runner.close()
+            raise
         self._parts = parts
-        self._assemble(parts)
         self._state = "ready"
         self._steps_task = asyncio.create_task(self._run_steps(), name="aioengine-steps")
         if self.config.runtime.log_stats_interval_s > 0:

@@ -128,6 +128,20 @@ class KVEvents:
         self._is_over = False
         self._zmq = _ZmqPublisher(config, self) if config.publisher == "zmq" else None
 
+    @staticmethod
+    def wanted(config: CacheConfig) -> KVEventsConfig | None:
+        """What the configuration asks for; None if that is nothing.
+
+        Raises:
+            InvalidConfig: it cannot be, whatever the machine.
+        """
+        parsed = parse_config(config.kv_events_config) if config.kv_events_config is not None else None
+        if parsed is None or not parsed.enable_kv_cache_events:
+            return None
+        if not config.enable_prefix_caching:
+            raise InvalidConfig("KV events need --enable-prefix-caching", param="kv_events_config")
+        return parsed
+
     @classmethod
     def start(cls, config: CacheConfig, kv: KVManager) -> KVEvents | None:
         """Starts what the configuration asks for; None if that is nothing.
@@ -135,12 +149,8 @@ class KVEvents:
         Raises:
             InvalidConfig: it cannot be done.
         """
-        parsed = parse_config(config.kv_events_config) if config.kv_events_config is not None else None
-        if parsed is None or not parsed.enable_kv_cache_events:
-            return None
-        if not config.enable_prefix_caching:
-            raise InvalidConfig("KV events need --enable-prefix-caching", param="kv_events_config")
-        return cls(parsed, kv.start_journal(), kv.block_size)
+        wanted = cls.wanted(config)
+        return None if wanted is None else cls(wanted, kv.start_journal(), kv.block_size)
 
     @property
     def next_number(self) -> int:

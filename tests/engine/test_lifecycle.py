@@ -124,6 +124,20 @@ async def test_a_failed_start_leaves_nothing(tiny_folder: Path, options: dict[st
     await engine.close()
 
 
+async def test_kv_events_that_cannot_be_had_cost_no_loading_or_leave_nothing(tiny_folder: Path) -> None:
+    threads, stages = set(threading.enumerate()), list[str]()
+    for text in ("no json", '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://nowhere"}'):
+        engine = AsyncEngine(engine_config(tiny_folder, kv_events_config=text), on_stage=stages.append)
+        with pytest.raises(InvalidConfig, match="KV events|kv_events_config"):
+            await engine.start()
+        assert bool(stages) == (text != "no json")
+        assert engine.health() == "closed"
+        assert set(threading.enumerate()) <= threads
+        with pytest.raises(EngineClosed):
+            engine.stats()
+        await engine.close()
+
+
 class Pause:
     """Stops the loading thread at a stage until it is let go, and then waits for it to end."""
 
