@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,7 +127,14 @@ class CpuDevice:
 
     def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
-        return list(torch.empty(shape, dtype=torch.float32).unbind(0))
+        try:
+            return list(torch.empty(shape, dtype=torch.float32).unbind(0))
+        except RuntimeError:
+            raise InvalidConfig(
+                f"there is no memory for a KV pool of {num_blocks} blocks ({4 * math.prod(shape) >> 20} MiB); "
+                "lower --kv-cache-memory-bytes or --num-gpu-blocks-override",
+                param="kv_cache_memory_bytes",
+            ) from None
 
     def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
         if self._records:

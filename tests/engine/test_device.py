@@ -112,3 +112,13 @@ def test_the_kv_cache_has_the_contracts_shape_and_costs_nothing_untouched() -> N
 
 def test_memory_at_hand_is_known() -> None:
     assert (1 << 20) < available_memory_bytes() < (1 << 50)
+
+
+def test_a_pool_that_no_memory_holds_is_told_by_its_size() -> None:
+    _, resolved = resolved_for(1000)
+    device = CpuDevice(resolved)
+    try:
+        with pytest.raises(InvalidConfig, match=r"no memory for a KV pool of 2147483647 blocks .* MiB"):
+            device.allocate_kv_cache(replace(SPEC, num_layers=1000), 2**31 - 1, 16)
+    finally:
+        device.close()
