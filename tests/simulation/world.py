@@ -126,6 +126,8 @@ class _Watched:
         if self._scheduler.num_in_flight_steps > 1:
             return  # blocks may be on their way back, or a last token
         for request in self._scheduler.running_requests():
+            if num_victims and request in plan.requests:
+                continue  # its tokens were counted before its victim gave back others
             samples = request in plan.sample_requests
             missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens - samples
             assert missing == 0, f"{request} could have had {missing} tokens more in {plan} (INV-31)"
