@@ -129,9 +129,7 @@ def normalize_messages(
         else:
             texts = [text for text in content if text]
             copy["content"] = (
-                [{"type": "text", "text": text} for text in texts]
-                if takes_parts and texts
-                else "\n".join(texts)
+                [{"type": "text", "text": text} for text in texts] if takes_parts and texts else "\n".join(texts)
             )
         if wants_parts and copy["content"] == "":
             copy["content"] = []
@@ -157,8 +155,7 @@ def _content_parts(content: object, path: str) -> str | list[str]:
         field = _TEXT_FIELDS.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
         if field is None:
             raise InvalidRequest(
-                f"{path}[{i}] has the type {kind!r}, but this model takes text only: "
-                '{"type": "text", "text": ...}',
+                f'{path}[{i}] has the type {kind!r}, but this model takes text only: {{"type": "text", "text": ...}}',
                 param=f"{path}[{i}].type",
             )
         text = part.get(field)
@@ -270,9 +267,7 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"the chat template refuses the messages: {error}", param="messages"
-            ) from None
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
         except Exception as error:  # a template can trip over anything that is in the messages
             raise InvalidRequest(
                 f"the chat template fails on the messages: {type(error).__name__}: {error}", param="messages"
@@ -291,9 +286,7 @@ def compile_template(source: str) -> ChatTemplate:
 
 def _uses_of_content(tree: jinja2.nodes.Template) -> tuple[bool, bool]:
     """Whether the template loops over a message's content, and whether it asks if that is a string."""
-    names = {
-        arg.name for macro in tree.find_all(jinja2.nodes.Macro) for arg in macro.args if arg.name == "content"
-    }
+    names = {arg.name for macro in tree.find_all(jinja2.nodes.Macro) for arg in macro.args if arg.name == "content"}
 
     def is_content(node: jinja2.nodes.Node | None) -> bool:
         match node:
@@ -316,9 +309,7 @@ def _uses_of_content(tree: jinja2.nodes.Template) -> tuple[bool, bool]:
             if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node):
                 names.add(assign.target.name)
     has_loop = any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
-    tests_string = any(
-        test.name == "string" and is_content(test.node) for test in tree.find_all(jinja2.nodes.Test)
-    )
+    tests_string = any(test.name == "string" and is_content(test.node) for test in tree.find_all(jinja2.nodes.Test))
     return has_loop, tests_string
 
 
@@ -329,9 +320,7 @@ class _Generation(jinja2.ext.Extension):
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -374,9 +363,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML and sorts keys; models were not trained on that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -218,9 +218,7 @@ def _complete(files: ModelFiles, spec: ModelSpec, stored: Mapping[str, RawTensor
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
-            raise ModelLoadError(
-                f"{files.path}: {name} has the shape {stored[name].shape}, not {shape} as configured"
-            )
+            raise ModelLoadError(f"{files.path}: {name} has the shape {stored[name].shape}, not {shape} as configured")
     return {name: stored[name] for name in shapes}
 
 

@@ -76,7 +76,7 @@ class CacheConfig:
     )
     kv_events_config: str | None = option(
         None,
-        "JSON: tell routers what is cached, e.g. {\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}; "
+        'JSON: tell routers what is cached, e.g. {"enable_kv_cache_events": true, "publisher": "zmq"}; '
         "also endpoint, replay_endpoint, topic, buffer_steps, hwm.",
         metavar="JSON",
     )
@@ -173,9 +173,7 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_key: str | None = option(None, "Bearer token that clients must send; by default AIOENGINE_API_KEY.")
     enable_admin: bool = option(False, "Serve the admin routes; they need an admin key.")
-    admin_api_key: str | None = option(
-        None, "Bearer token of the admin routes; by default AIOENGINE_ADMIN_KEY."
-    )
+    admin_api_key: str | None = option(None, "Bearer token of the admin routes; by default AIOENGINE_ADMIN_KEY.")
     max_request_bytes: int = option(16 * MIB, "Largest request body.")
     allow_origins: str | None = option(None, "Comma-separated origins that browsers may call from, or *.")
     drain_timeout_s: float = option(30.0, "Seconds that running requests may take to finish at shutdown.")

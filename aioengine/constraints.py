@@ -138,9 +138,7 @@ class Constraints:
             self._to_device(np.concatenate([state.word_ends for state in states])),
         )
 
-    def _apply_bias(
-        self, x: Tensor, at: IntArray, states: list[_RowConstraints], positions: IntArray
-    ) -> None:
+    def _apply_bias(self, x: Tensor, at: IntArray, states: list[_RowConstraints], positions: IntArray) -> None:
         ids: list[IntArray] = []
         values: list[NDArray[np.float32]] = []
         for state, position in zip(states, positions.tolist(), strict=True):

@@ -47,9 +47,7 @@ class DummyTensor(RawTensor):
 
     __slots__ = ("_block", "mean", "seed", "std")
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], kind: TensorKind, seed: int, block: _NormalBlock
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], kind: TensorKind, seed: int, block: _NormalBlock) -> None:
         super().__init__(name, shape, kind, np.empty(0, np.uint8))
         is_norm = name.endswith("norm.weight")
         self.mean = 1.0 if is_norm else 0.0

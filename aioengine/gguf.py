@@ -75,8 +75,7 @@ def gguf_spec(file: GgufFile, name: str, tokenizer: GgufTokenizer | None) -> Mod
     arch = metadata.text("general.architecture")
     if arch not in _ARCHITECTURES:
         raise ModelLoadError(
-            f"{file.path}: the architecture {arch} is not supported; "
-            f"supported are {', '.join(_ARCHITECTURES)}"
+            f"{file.path}: the architecture {arch} is not supported; supported are {', '.join(_ARCHITECTURES)}"
         )
     _refuse_unsupported(metadata, arch)
     hidden_size = metadata.integer(f"{arch}.embedding_length")
@@ -230,9 +229,7 @@ def _one_integer(metadata: Fields, key: str, default: int | None = None) -> int:
     return value
 
 
-def _rope_scaling(
-    file: GgufFile, arch: str, context_length: int, rotary_dim: int
-) -> dict[str, RopeValue] | None:
+def _rope_scaling(file: GgufFile, arch: str, context_length: int, rotary_dim: int) -> dict[str, RopeValue] | None:
     metadata = file.metadata
     if _ROPE_FREQS in file.tensors:
         return {"rope_type": "factors", "factors": _factors(file, _ROPE_FREQS, rotary_dim)}

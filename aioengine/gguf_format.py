@@ -153,9 +153,7 @@ def read_gguf_file(path: Path) -> GgufFile:
     except UnicodeDecodeError:
         raise ModelLoadError(f"{path} is broken: a text near byte {cursor.position} is not UTF-8") from None
     except KeyError as error:
-        raise ModelLoadError(
-            f"{path} is broken: unknown type {error} of a value near byte {cursor.position}"
-        ) from None
+        raise ModelLoadError(f"{path} is broken: unknown type {error} of a value near byte {cursor.position}") from None
     alignment = metadata.integer("general.alignment", 32)
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
@@ -208,7 +206,6 @@ def _tensor(path: Path, file: mmap.mmap, header: _TensorHeader, data_start: int)
     start = data_start + header.offset
     if start + nbytes > len(file):
         raise ModelLoadError(
-            f"{path} is cut off: {header.name} ends at byte {start + nbytes}, the file at {len(file)}; "
-            "fetch it again"
+            f"{path} is cut off: {header.name} ends at byte {start + nbytes}, the file at {len(file)}; fetch it again"
         )
     return GgufTensor(header.name, shape, kind, np.frombuffer(file, np.uint8, nbytes, start))

@@ -35,8 +35,7 @@ _SPLITS: dict[str, str | None] = {
     "qwen2": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SYMBOLS}[\r\n]*|{_SPACES}",
     "tekken": rf"{_CASED_WORD % ('', '')}|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_SPACES}",
     "gpt4o": (
-        _CASED_WORD % (_CONTRACTIONS + "?", _CONTRACTIONS + "?")
-        + rf"|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n/]*|{_SPACES}"
+        _CASED_WORD % (_CONTRACTIONS + "?", _CONTRACTIONS + "?") + rf"|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n/]*|{_SPACES}"
     ),
 }
 
@@ -79,9 +78,7 @@ def make_backend(source: GgufTokenizer) -> Tokenizer:
         ModelLoadError: the metadata is broken or of a kind whose rules are not known.
     """
     if len(source.token_types) not in (0, len(source.tokens)):
-        raise ModelLoadError(
-            f"the GGUF file has {len(source.tokens)} tokens but {len(source.token_types)} token types"
-        )
+        raise ModelLoadError(f"the GGUF file has {len(source.tokens)} tokens but {len(source.token_types)} token types")
     vocab = {token: token_id for token_id, token in enumerate(source.tokens)}
     if len(vocab) != len(source.tokens):
         twice = next(token for token_id, token in enumerate(source.tokens) if vocab[token] != token_id)
@@ -138,9 +135,7 @@ def _byte_level_bpe(source: GgufTokenizer, vocab: dict[str, int]) -> Tokenizer:
             [pre_tokenizers.Split(Regex(split), behavior="isolated"), to_bytes]
         )
     elif rule == "digits":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), to_bytes]
-        )
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), to_bytes])
     else:
         backend.pre_tokenizer = to_bytes
     if source.pre in _COMPOSED_UNICODE:
@@ -165,9 +160,7 @@ def _sentencepiece_bpe(source: GgufTokenizer, vocab: dict[str, int]) -> Tokenize
     prepend = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 
 

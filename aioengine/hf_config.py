@@ -44,18 +44,10 @@ class _Defaults:
 
 
 _DEFAULTS = {
-    "LlamaForCausalLM": _Defaults(
-        max_position_embeddings=2048, num_kv_heads=None, bos_token_id=1, eos_token_ids=(2,)
-    ),
-    "MistralForCausalLM": _Defaults(
-        max_position_embeddings=131072, num_kv_heads=8, bos_token_id=1, eos_token_ids=(2,)
-    ),
-    "Qwen2ForCausalLM": _Defaults(
-        max_position_embeddings=32768, num_kv_heads=32, bos_token_id=None, eos_token_ids=()
-    ),
-    "Qwen3ForCausalLM": _Defaults(
-        max_position_embeddings=32768, num_kv_heads=32, bos_token_id=None, eos_token_ids=()
-    ),
+    "LlamaForCausalLM": _Defaults(max_position_embeddings=2048, num_kv_heads=None, bos_token_id=1, eos_token_ids=(2,)),
+    "MistralForCausalLM": _Defaults(max_position_embeddings=131072, num_kv_heads=8, bos_token_id=1, eos_token_ids=(2,)),
+    "Qwen2ForCausalLM": _Defaults(max_position_embeddings=32768, num_kv_heads=32, bos_token_id=None, eos_token_ids=()),
+    "Qwen3ForCausalLM": _Defaults(max_position_embeddings=32768, num_kv_heads=32, bos_token_id=None, eos_token_ids=()),
 }
 
 _SCALING_FIELDS = {
@@ -233,9 +225,7 @@ def _rope_fields(config: Fields) -> Fields:
     return Fields(values, source)
 
 
-def _rope_scaling(
-    config: Fields, rope: Fields, max_positions: int, rotary_dim: int
-) -> dict[str, RopeValue] | None:
+def _rope_scaling(config: Fields, rope: Fields, max_positions: int, rotary_dim: int) -> dict[str, RopeValue] | None:
     rope_type = rope.text("rope_type")
     if rope_type == "su":
         rope_type = "longrope"
@@ -286,9 +276,7 @@ def _context_length(max_positions: int, scaling: dict[str, RopeValue] | None) ->
     return max_positions
 
 
-def _layer_windows(
-    config: Fields, architecture: str, num_layers: int, context_length: int
-) -> tuple[int | None, ...]:
+def _layer_windows(config: Fields, architecture: str, num_layers: int, context_length: int) -> tuple[int | None, ...]:
     full = (None,) * num_layers
     if architecture == "LlamaForCausalLM":
         return full

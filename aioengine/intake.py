@@ -177,9 +177,7 @@ class Intake:
 
         def run() -> tuple[SamplingPlan, ...]:
             return tuple(
-                compile_sampling(
-                    params, self._tokenizer, self._vocab_size, self._eos_token_ids, index, fallback_seed
-                )
+                compile_sampling(params, self._tokenizer, self._vocab_size, self._eos_token_ids, index, fallback_seed)
                 for index in range(params.n)
             )
 

@@ -58,8 +58,6 @@ class PendingLogprobs:
                 result[key] = None
                 continue
             values = all_values[offset : offset + (self.vocab_size if count == -1 else count)]
-            ids = (
-                all_ids[offset : offset + count] if count >= 0 else np.arange(self.vocab_size, dtype=np.int32)
-            )
+            ids = all_ids[offset : offset + count] if count >= 0 else np.arange(self.vocab_size, dtype=np.int32)
             result[key] = RowLogprobs(token_ids[i], logprobs[i], ranks[i], ids, values)
         return result

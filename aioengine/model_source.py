@@ -81,26 +81,20 @@ def resolve_model(config: ModelConfig, progress: bool = True) -> ModelFiles:
         if path.is_dir():
             _check_model_folder(name, path)
     if config.revision is not None and not is_remote:
-        raise InvalidConfig(
-            f"revision={config.revision!r} needs a Hugging Face id, not {name}", param="revision"
-        )
+        raise InvalidConfig(f"revision={config.revision!r} needs a Hugging Face id, not {name}", param="revision")
     if config.load_format == ("safetensors" if files.format == "gguf" else "gguf"):
         kind = "one GGUF file" if files.format == "gguf" else "a Hugging Face folder"
         raise InvalidConfig(f"load_format={config.load_format}, but {name} is {kind}", param="load_format")
     if config.tokenizer is None:
         return files
-    return ModelFiles(
-        name=files.name, format=files.format, path=files.path, tokenizer=_tokenizer(config.tokenizer)
-    )
+    return ModelFiles(name=files.name, format=files.format, path=files.path, tokenizer=_tokenizer(config.tokenizer))
 
 
 def _builtin_shape(name: str, is_dummy: bool) -> ModelFiles:
     shape = name.removeprefix(SHAPE_PREFIX)
     if shape not in BUILTIN_SHAPES:
         known = ", ".join(SHAPE_PREFIX + known for known in BUILTIN_SHAPES)
-        raise ModelNotFound(
-            f"there is no built-in shape {name}{_did_you_mean(name, _names())}; there are {known}"
-        )
+        raise ModelNotFound(f"there is no built-in shape {name}{_did_you_mean(name, _names())}; there are {known}")
     if not is_dummy:
         raise InvalidConfig(f"{name} has no weights; add --load-format dummy", param="load_format")
     return ModelFiles(name=name, format="shape", path=None)

@@ -105,11 +105,7 @@ def _read_file(path: Path) -> dict[str, RawTensor]:
         raise ModelLoadError(f"{path} is not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
     entries = Fields(header, str(path))
-    return {
-        name: _tensor(path, file, 8 + header_nbytes, name, entries)
-        for name in header
-        if not _is_ignored(name)
-    }
+    return {name: _tensor(path, file, 8 + header_nbytes, name, entries) for name in header if not _is_ignored(name)}
 
 
 def _tensor(path: Path, file: mmap.mmap, data_start: int, name: str, entries: Fields) -> RawTensor:
@@ -124,9 +120,7 @@ def _tensor(path: Path, file: mmap.mmap, data_start: int, name: str, entries: Fi
     offsets = entry.values.get("data_offsets")
     if not shape or min(shape) < 1:
         raise entry.wrong("shape", "a list of sizes above 0")
-    if not (
-        isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
-    ):
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)):
         raise entry.wrong("data_offsets", "two integers")
     begin, end = offsets
     nbytes = math.prod(shape[:-1]) * row_nbytes(kind, shape[-1])
@@ -134,7 +128,6 @@ def _tensor(path: Path, file: mmap.mmap, data_start: int, name: str, entries: Fi
         raise entry.wrong("data_offsets", f"{nbytes} bytes apart")
     if data_start + end > len(file):
         raise ModelLoadError(
-            f"{path} is cut off: {name} ends at byte {data_start + end}, the file at {len(file)}; "
-            "fetch it again"
+            f"{path} is cut off: {name} ends at byte {data_start + end}, the file at {len(file)}; fetch it again"
         )
     return RawTensor(name, shape, kind, np.frombuffer(file, np.uint8, nbytes, data_start + begin))

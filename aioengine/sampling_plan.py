@@ -92,9 +92,7 @@ def compile_sampling(
         seed=derive_seed(fallback_seed if params.seed is None else params.seed, choice_index),
         bad_words=_bad_word_forms(params.bad_words, tokenizer, vocab_size),
         stop_ids=tuple(sorted({*eos_ids, *params.stop_token_ids})),
-        allowed_ids=None
-        if params.allowed_token_ids is None
-        else tuple(sorted(set(params.allowed_token_ids))),
+        allowed_ids=None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids))),
     )
     _check_satisfiable(plan)
     return plan
@@ -105,8 +103,7 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     if outside:
         shown = ", ".join(map(str, outside[:_SHOWN_IDS])) + (" ..." if len(outside) > _SHOWN_IDS else "")
         raise InvalidRequest(
-            f"{name} holds the token id {shown}, but the vocabulary has {vocab_size} tokens "
-            f"(0 to {vocab_size - 1})",
+            f"{name} holds the token id {shown}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})",
             param=name,
         )
 

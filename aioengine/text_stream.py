@@ -66,9 +66,7 @@ class WindowTextStream:
     ones. Stop texts are matched by the native stream, which gets text instead of ids.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, stream: native.TextStream, skip_special_tokens: bool
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, stream: native.TextStream, skip_special_tokens: bool) -> None:
         self._backend = backend
         self._stream = stream
         self._skip_special_tokens = skip_special_tokens
@@ -176,8 +174,7 @@ def _is_sentencepiece(steps: list[dict[str, object]]) -> bool:
     }
     kinds = [str(step["type"]) for step in steps]
     return "Replace" in kinds and all(
-        kind in known and step == {"type": kind, **known[kind]}
-        for kind, step in zip(kinds, steps, strict=True)
+        kind in known and step == {"type": kind, **known[kind]} for kind, step in zip(kinds, steps, strict=True)
     )
 
 
@@ -205,9 +202,7 @@ def _agrees(vocabulary: native.Vocabulary, backend: tokenizers.Tokenizer) -> boo
     ours to say (one U+FFFD for each maximal part, as in Python), and SentencePiece decoders say otherwise.
     """
     draw = random.Random(0)
-    whole = [
-        i for i in draw.choices(range(len(vocabulary) or 1), k=400) if _is_utf8(vocabulary.token_bytes(i))
-    ]
+    whole = [i for i in draw.choices(range(len(vocabulary) or 1), k=400) if _is_utf8(vocabulary.token_bytes(i))]
     added = list(backend.get_added_tokens_decoder())[:8]
     samples = [backend.encode(_SAMPLE).ids, whole, [*added, *whole[:8], *added]]
     samples += [whole[i : i + 3] for i in range(0, len(whole), 3)]

@@ -41,9 +41,7 @@ class Fields:
             raise self.wrong(key, f"an integer from {minimum} to {maximum}")
         return value
 
-    def integer(
-        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         value = self.optional_integer(key, minimum=minimum, maximum=maximum)
         if value is not None:
             return value

@@ -22,9 +22,7 @@ class BlockHasher:
     digest_size: int
     """Bytes per hash: 16 or 32."""
 
-    def __init__(
-        self, algo: Literal["xxh3_128", "sha256"] = "xxh3_128", root_seed: bytes | None = None
-    ) -> None: ...
+    def __init__(self, algo: Literal["xxh3_128", "sha256"] = "xxh3_128", root_seed: bytes | None = None) -> None: ...
     def chain(
         self, token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"", cache_salt: bytes = b""
     ) -> list[bytes]:

@@ -15,9 +15,7 @@ class CacheControl:
     def __init__(self, scheduler: Scheduler) -> None: ...
     def cached_blocks(self, name: NamedPrefix) -> int:
         """Full blocks of the named prefix that are cached, from its beginning to the first gap."""
-    def evict(
-        self, name: NamedPrefix, *, require_exact: bool = False
-    ) -> tuple[bool, int, int, int, int] | None:
+    def evict(self, name: NamedPrefix, *, require_exact: bool = False) -> tuple[bool, int, int, int, int] | None:
         """Takes a span and all computed after it out of the cache.
 
         Returns:

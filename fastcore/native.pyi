@@ -80,6 +80,7 @@ def set_num_threads(count: int) -> None:
 def num_threads() -> int: ...
 def stop_threads() -> None:
     """Ends and joins the pool's threads; they are started again when needed."""
+
 def set_isa(name: str) -> None:
     """Forces an instruction-set level ("avx512", "avx2", "generic"); ValueError if it does not run here."""
 

@@ -28,9 +28,7 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile(
-    "long", settings.get_profile("short"), max_examples=3000, derandomize=False, print_blob=True
-)
+settings.register_profile("long", settings.get_profile("short"), max_examples=3000, derandomize=False, print_blob=True)
 settings.load_profile("short")
 
 

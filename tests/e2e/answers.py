@@ -42,9 +42,7 @@ class Reference:
     logprobs_TV: torch.Tensor
 
 
-async def answer(
-    engine: AsyncEngine, prompt: Prompt, params: SamplingParams = GREEDY, *, priority: int = 0
-) -> Answer:
+async def answer(engine: AsyncEngine, prompt: Prompt, params: SamplingParams = GREEDY, *, priority: int = 0) -> Answer:
     """Reads one request to its end and checks that the deltas add up."""
     token_ids: list[int] = []
     logprobs: list[float] = []

@@ -138,9 +138,7 @@ def test_the_command_line_answers_a_file_as_the_library_does(
             lines.write(json.dumps({"id": name, kind: prompt}) + "\n")
     flags = ["--temperature", "0", "--max-tokens", str(NUM_OUTPUT_TOKENS), "--ignore-eos"]
     argv = ["generate", "--file", str(file), "--model", str(smollm2_path), *flags]
-    done = subprocess.run(
-        [*AIOENGINE, *argv], stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
-    )
+    done = subprocess.run([*AIOENGINE, *argv], stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
     results = [json.loads(line) for line in done.stdout.decode().splitlines()]
     assert [result["id"] for result in results] == list(PROMPTS)
     for result in results:

@@ -76,12 +76,8 @@ async def test_prompts_cut_into_chunks_of_sixteen(smollm2_path: Path, references
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-async def test_preempted_for_lack_of_blocks(
-    smollm2_path: Path, references: References, async_scheduling: bool
-) -> None:
-    async with make_engine(
-        smollm2_path, num_gpu_blocks_override=64, async_scheduling=async_scheduling
-    ) as engine:
+async def test_preempted_for_lack_of_blocks(smollm2_path: Path, references: References, async_scheduling: bool) -> None:
+    async with make_engine(smollm2_path, num_gpu_blocks_override=64, async_scheduling=async_scheduling) as engine:
         answers = await answer_together(engine, PROMPTS)
         assert engine.stats().num_preemptions > 0
         assert_idle(engine)
@@ -89,9 +85,7 @@ async def test_preempted_for_lack_of_blocks(
 
 
 async def test_scheduled_one_step_ahead_by_priority(smollm2_path: Path, references: References) -> None:
-    async with make_engine(
-        smollm2_path, async_scheduling=True, scheduling_policy="priority", max_num_seqs=6
-    ) as engine:
+    async with make_engine(smollm2_path, async_scheduling=True, scheduling_policy="priority", max_num_seqs=6) as engine:
         answers = await answer_together(engine, PROMPTS, with_fillers=False, spread=True)
         assert_idle(engine)
     assert_all_equal(answers, references)

@@ -67,9 +67,7 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_uncorrelated() -> N
     assert float(off_diagonal.abs().max()) < 0.02
 
 
-@pytest.mark.parametrize(
-    "logits", [[0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 0.0, 1.5], [0.0, -7.0], [50.0, 50.0, 49.0, -1e30]]
-)
+@pytest.mark.parametrize("logits", [[0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 0.0, 1.5], [0.0, -7.0], [50.0, 50.0, 49.0, -1e30]])
 def test_draws_follow_the_softmax(logits: list[float]) -> None:
     count = 40_000
     z = torch.tensor(logits).expand(count, -1)
@@ -116,9 +114,7 @@ def test_penalties_follow_their_formula() -> None:
     x = torch.tensor([[2.0, -2.0, 1.0, 4.0, 0.0]])
     in_prompt = torch.tensor([[True, True, False, False, False]])
     counts = torch.tensor([[0, 3, 1, 0, 2]], dtype=torch.int32)
-    ops.apply_penalties_ref(
-        x, in_prompt, counts, torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0])
-    )
+    ops.apply_penalties_ref(x, in_prompt, counts, torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0]))
     assert x.tolist() == [[1.0, -4.0 - 1.5 - 1.0, 0.5 - 0.5 - 1.0, 4.0, 0.0 - 1.0 - 1.0]]
 
 

@@ -91,9 +91,7 @@ def test_sharded_16_bit_folder(kind: str, tmp_path: Path) -> None:
     checkpoint = load(tmp_path)
     check_same_weights(checkpoint, model)
     assert checkpoint.config.dtype == kind
-    assert {tensor.kind for tensor in checkpoint.tensors().values()} == {
-        {"bfloat16": "BF16", "float16": "F16"}[kind]
-    }
+    assert {tensor.kind for tensor in checkpoint.tensors().values()} == {{"bfloat16": "BF16", "float16": "F16"}[kind]}
     change_json(tmp_path / "config.json", dtype=None, torch_dtype=None)
     assert load(tmp_path).config.dtype == kind
 
@@ -316,9 +314,7 @@ def test_wrong_configuration_is_told(changes: dict[str, object], message: str, f
 
 def test_wrong_sampling_default_is_told(folder: Path) -> None:
     change_json(folder / "generation_config.json", top_p=1.5)
-    with pytest.raises(
-        ModelLoadError, match=r"generation_config.json: top_p=1.5 .*--generation-config neutral"
-    ):
+    with pytest.raises(ModelLoadError, match=r"generation_config.json: top_p=1.5 .*--generation-config neutral"):
         load(folder)
 
 
@@ -396,9 +392,7 @@ def test_index_that_names_an_absent_tensor_is_told(sharded: Path) -> None:
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     change_json(index, weight_map=weight_map | {"model.extra.weight": next(iter(weight_map.values()))})
-    with pytest.raises(
-        ModelLoadError, match=r"index.json places model.extra.weight in .*, but it is not there"
-    ):
+    with pytest.raises(ModelLoadError, match=r"index.json places model.extra.weight in .*, but it is not there"):
         load(sharded)
     change_json(index, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
     with pytest.raises(ModelLoadError, match="must be the name of a file in the same folder"):
@@ -432,9 +426,7 @@ def test_old_buffers_and_a_tied_head_are_ignored_but_nothing_else(tmp_path: Path
     save_file(weights, tmp_path / "model.safetensors")
     check_same_weights(load(tmp_path), model)
     save_file(weights | {"model.layers.0.adapter": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ModelLoadError, match=r"holds model.layers.0.adapter, which LlamaForCausalLM has no use"
-    ):
+    with pytest.raises(ModelLoadError, match=r"holds model.layers.0.adapter, which LlamaForCausalLM has no use"):
         load(tmp_path)
 
 
@@ -478,9 +470,7 @@ def test_builtin_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 @pytest.mark.slow
 def test_default_model_equals_what_transformers_reads_from_it(smollm2_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
     checkpoint = load("smollm2")
     check_same_weights(checkpoint, model)
     spec, config = checkpoint.config, model.config

@@ -14,9 +14,7 @@ Key = tuple[object, ...]
 class NaivePool:
     """Owners per block, and the free blocks in order: unhashed, prewarmed, then cached by their last use."""
 
-    def __init__(
-        self, num_blocks: int, policy: str = "lru", block_size: int = 1, context_cost: float = 0.0
-    ) -> None:
+    def __init__(self, num_blocks: int, policy: str = "lru", block_size: int = 1, context_cost: float = 0.0) -> None:
         self.num_blocks = num_blocks
         self.num_refs = [0] * num_blocks
         self.free = list(range(1, num_blocks))

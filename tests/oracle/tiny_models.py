@@ -50,9 +50,7 @@ def make_model(family: str, *, seed: int = 0, **changes: object) -> PreTrainedMo
     return model
 
 
-def save_model(
-    model: PreTrainedModel, folder: Path, *, dtype: torch.dtype = torch.float32, **options: object
-) -> Path:
+def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype = torch.float32, **options: object) -> Path:
     """Writes the model's folder (config.json, generation_config.json, safetensors)."""
     model.to(dtype).save_pretrained(folder, **options)
     return folder

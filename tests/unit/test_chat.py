@@ -63,9 +63,7 @@ CONVERSATION = [
     {
         "role": "assistant",
         "content": " calling ",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"b": "é<", "a": [1, None, True]}}}
-        ],
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"b": "é<", "a": [1, None, True]}}}],
     },
     {"role": "skip", "content": "never seen"},
     {"role": "tool", "content": "42"},
@@ -113,9 +111,7 @@ def test_continues_the_final_message_as_transformers_does(template: str, content
 
 
 def test_continues_a_list_of_parts() -> None:
-    messages = [
-        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    ]
+    messages = [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     text = render_chat(messages, EITHER, add_generation_prompt=False, continue_final_message=True)
     assert text == "[assistant]<a><b"
 

@@ -20,15 +20,11 @@ from aioengine.gguf_format import read_gguf_file
 from aioengine.gguf_tokenizer import make_backend
 from aioengine.text_stream import WindowTextStream, make_vocabulary
 
-MIXED = (
-    "Grüße, Привет שלום 你好世界 한국어 हिन्दी 🙂👩\u200d👩\u200d👧🇩🇪 e\u0301 \u200b\ufeff\U0010ffff\ufffd!"
-)
+MIXED = "Grüße, Привет שלום 你好世界 한국어 हिन्दी 🙂👩\u200d👩\u200d👧🇩🇪 e\u0301 \u200b\ufeff\U0010ffff\ufffd!"
 PLAIN, ADDED, SPECIAL = 0, Vocabulary.ADDED, Vocabulary.ADDED | Vocabulary.SPECIAL
 
 
-def vocabulary(
-    tokens: Sequence[bytes], flags: Sequence[int] | None = None, strip: bool = False
-) -> Vocabulary:
+def vocabulary(tokens: Sequence[bytes], flags: Sequence[int] | None = None, strip: bool = False) -> Vocabulary:
     return Vocabulary(list(tokens), bytes(flags or [PLAIN] * len(tokens)), strip)
 
 
@@ -78,9 +74,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
     )
 
 
-def check_stops(
-    pieces: Sequence[bytes], stops: Sequence[str], *, min_tokens: int = 0, include: bool = False
-) -> None:
+def check_stops(pieces: Sequence[bytes], stops: Sequence[str], *, min_tokens: int = 0, include: bool = False) -> None:
     texts = [piece.decode() for piece in pieces]
     expected, which = stopped_text(texts, stops, min_tokens=min_tokens, include=include)
     stream = TextStream(vocabulary(pieces), StopSet(list(stops)), min_tokens=min_tokens, include_stop=include)
@@ -112,9 +106,7 @@ def test_any_bytes_in_any_split_decode_as_python_does(data: bytes, seed: int) ->
         assert stream.push(list(piece)) == len(piece)
         taken += stream.take()
         seen += piece
-        assert taken == without_unfinished(seen).decode(errors="replace"), (
-            "a character was sent late or early"
-        )
+        assert taken == without_unfinished(seen).decode(errors="replace"), "a character was sent late or early"
     stream.finish()
     taken += stream.take()
     assert taken == stream.text == data.decode(errors="replace") == every_byte().decode(list(data))
@@ -363,9 +355,7 @@ def test_table_equals_the_librarys_decoder(make: object) -> None:
     assert table is not None
     draw = random.Random(5)
     whole = [
-        i
-        for i in range(len(table))
-        if table.token_bytes(i).decode(errors="ignore").encode() == table.token_bytes(i)
+        i for i in range(len(table)) if table.token_bytes(i).decode(errors="ignore").encode() == table.token_bytes(i)
     ]
     for _ in range(200):
         ids = draw.choices(whole, k=draw.randint(1, 8))
@@ -375,9 +365,7 @@ def test_table_equals_the_librarys_decoder(make: object) -> None:
 
 def wrong_strip() -> Backend:
     backend = sentencepiece()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)])
     return backend
 
 
@@ -404,9 +392,7 @@ def test_other_decoders_get_no_table(make: object) -> None:
     assert make_vocabulary(make()) is None  # type: ignore[operator]
 
 
-def window(
-    backend: Backend, stops: list[str] | None = None, *, skip: bool = True, **options: int
-) -> WindowTextStream:
+def window(backend: Backend, stops: list[str] | None = None, *, skip: bool = True, **options: int) -> WindowTextStream:
     stream = TextStream(None, StopSet(stops) if stops else None, **options)  # type: ignore[arg-type]
     return WindowTextStream(backend, stream, skip)
 

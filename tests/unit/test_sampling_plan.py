@@ -24,9 +24,7 @@ class WordEncoder:
 
 
 def compile_(choice_index: int = 0, fallback_seed: int = 11, **params: object) -> SamplingPlan:
-    return compile_sampling(
-        SamplingParams(**params), WordEncoder(), VOCAB, [98, 99], choice_index, fallback_seed
-    )
+    return compile_sampling(SamplingParams(**params), WordEncoder(), VOCAB, [98, 99], choice_index, fallback_seed)
 
 
 @pytest.mark.parametrize(

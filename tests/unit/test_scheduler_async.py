@@ -20,9 +20,7 @@ from tests.oracle.device import FakeDevice, next_token
 EOS = 7
 
 
-def expected_output(
-    prompt: list[int], max_tokens: int, min_tokens: int, max_total: int, seed: int = 0
-) -> list[int]:
+def expected_output(prompt: list[int], max_tokens: int, min_tokens: int, max_total: int, seed: int = 0) -> list[int]:
     """What a request alone on a perfect machine generates."""
     tokens = list(prompt)
     output: list[int] = []
@@ -61,8 +59,7 @@ class World:
         """Requests with one prompt that sample differently."""
         siblings = Siblings()
         return [
-            self.add(prompt, max_tokens, siblings=siblings, sampling=seed, **options)
-            for seed in range(1, count + 1)
+            self.add(prompt, max_tokens, siblings=siblings, sampling=seed, **options) for seed in range(1, count + 1)
         ]
 
     def step(self) -> None:
