@@ -254,8 +254,8 @@ async def run(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
         if args.out is not None:
             (args.out / "gpu_server.json").write_text(json.dumps(report, indent=1))
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         words = make_tokenizer(folder, args.vocab_size)
         show("null", await measure_client(words))
         own = ["--model", f"shape:{args.model}", "--load-format", "dummy", "--device", args.device]
@@ -265,9 +265,13 @@ async def run(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
             load = Load(server.port, words, f"shape:{args.model}")
             show("warm-up", await load.at_once(min(32, args.requests)))
             await asyncio.sleep(args.rest_s)
-            show("O3", await load.one_by_one(min(16, args.requests)))
-            show("O2", await load.poisson(min(400, 4 * args.requests), 20.0))
-            show("O1", await load.at_once(args.requests))
+            workloads = {
+                "O1": lambda: load.at_once(args.requests),
+                "O2": lambda: load.poisson(min(400, 4 * args.requests), 20.0),
+                "O3": lambda: load.one_by_one(min(16, args.requests)),
+            }
+            for name in args.workloads.split(","):
+                show(name, await workloads[name]())
             show("host memory, MiB", server.memory())
     return report
 
@@ -279,6 +283,7 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-model-len", type=int, default=40000)
+    parser.add_argument("--workloads", default="O3,O2,O1", help="in this order; may repeat, the last of a name is kept")
     parser.add_argument("--requests", type=int, default=256, help="requests of O1; fewer shrink the others too")
     parser.add_argument("--rest-s", type=float, default=15.0, help="idle seconds before measuring: graphs are captured")
     args, flags = parser.parse_known_args()

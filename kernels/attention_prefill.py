@@ -220,30 +220,32 @@ def _context_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_BLOCK], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = attend_keys(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        kv_cache_ptr + head.to(tl.int64) * stride_kv_head,
-        blocks_ptr,
-        tl.zeros_like(rows) + num_keys,
-        0,
-        num_keys,
-        0,
-        scale,
-        0.0,
-        stride_kv_block,
-        stride_kv_slot,
-        HEAD_DIM,
-        HEAD_BLOCK,
-        BLOCK_SIZE,
-        BLOCK_N,
-        False,
-        False,
-        True,
-        2,
-    )
+    masked_from = num_keys // BLOCK_N * BLOCK_N  # whole tiles need no mask
+    for part in tl.static_range(2):
+        acc, row_max, row_sum = attend_keys(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            kv_cache_ptr + head.to(tl.int64) * stride_kv_head,
+            blocks_ptr,
+            tl.zeros_like(rows) + num_keys,
+            0 if part == 0 else masked_from,
+            masked_from if part == 0 else num_keys,
+            0,
+            scale,
+            0.0,
+            stride_kv_block,
+            stride_kv_slot,
+            HEAD_DIM,
+            HEAD_BLOCK,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
+            False,
+            part == 1,
+            3,
+        )
     num_heads = tl.num_programs(0) * GROUP
     line = query * num_heads + q_head
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
@@ -261,7 +263,7 @@ def context_attention(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     out = torch.empty((num_queries, num_heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((num_queries, num_heads), dtype=torch.float32, device=q.device)
-    group, block_m = num_heads // num_kv_heads, 64
+    group, block_m = num_heads // num_kv_heads, 128  # at least a square of queries: large tiles fill the device
     _context_kernel[(num_kv_heads, triton.cdiv(num_queries * group, block_m))](
         out,
         lse,
@@ -279,7 +281,7 @@ def context_attention(
         BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=64,
-        num_warps=4,
+        num_warps=8,
         **launch_options(q.device),
     )
     return out, lse
