@@ -10,8 +10,9 @@ Outputs are rounded to the type of q before the merge; running sums of more than
 
 cuDNN prepares a plan of its own for every shape, which takes about a tenth of a second. So only the sizes of
 `SIZES` are ever asked of it, and `warm` does so in idle time: a chunk is cut into such squares, its context into
-such rectangles. What is left of the chunk (less than SIZES[0] queries) belongs to the paged kernel, what is left
-of the context to a small kernel here.
+such rectangles. The last square may be filled up with queries and keys of nobody, which no real query sees; if
+less than half of SIZES[0] is left of the chunk it belongs to the paged kernel instead. What is left of the context
+belongs to a small kernel here.
 
 `unsupported_reason` says when the path cannot be taken. Called by `aioengine/layers/ops.py`, eagerly.
 """
@@ -42,7 +43,7 @@ class LongRow:
     @property
     def num_covered(self) -> int:
         """How many queries cuDNN takes: what the plan of the paged kernel must skip."""
-        return sum(_cut(self.num_queries))
+        return min(self.num_queries, sum(_squares(self.num_queries)))
 
 
 def _cut(length: int) -> list[int]:
@@ -52,6 +53,11 @@ def _cut(length: int) -> list[int]:
         pieces += [size] * (length // size)
         length %= size
     return pieces
+
+
+def _squares(num_queries: int) -> list[int]:
+    """Sizes of the squares of a chunk; together they may be up to half of SIZES[0] longer than it."""
+    return _cut((num_queries + SIZES[0] // 2) // SIZES[0] * SIZES[0])
 
 
 def unsupported_reason(
@@ -319,11 +325,11 @@ def _gather_kernel(
     tl.store(out_ptr + line + words, values, mask=mask)  # [BLOCK_SIZE, WIDTH_BLOCK]
 
 
-def gather(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The tokens of `blocks` [n] in order, token-major: [n * block_size, KH, 2 D]."""
+def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, length: int) -> torch.Tensor:
+    """The first `num_keys` tokens of `blocks` [n] in order, token-major, then zeros: [length or more, KH, 2 D]."""
     require_kernels(kv_cache.device)
     _, num_kv_heads, block_size, width = kv_cache.shape
-    out = kv_cache.new_empty((blocks.shape[0] * block_size, num_kv_heads, width))
+    out = kv_cache.new_empty((max(length, blocks.shape[0] * block_size), num_kv_heads, width))
     _gather_kernel[(num_kv_heads, blocks.shape[0])](
         out,
         kv_cache,
@@ -335,6 +341,8 @@ def gather(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         num_warps=4,
         **launch_options(kv_cache.device),
     )
+    if length > num_keys:
+        out[num_keys:].zero_()  # a key that is masked must still be a number
     return out
 
 
@@ -361,28 +369,30 @@ def _attend_square(
     first: int,
     scale: float,
 ) -> None:
-    """Writes out [n, H * D]: q [n, H, D] at positions first .. over all of `kv` up to their own."""
+    """Writes out [valid, H * D]: of q [n, H, D] at positions first .. the valid ones, over `kv` up to their own."""
     num_queries, num_heads, head_dim = q.shape
+    num_valid = out.shape[0]
     pieces, at = [(first, num_queries)], 0  # the square, then the rectangles of its context
     for size in _cut(first):
         pieces.append((at, size))
         at += size
     num_parts = len(pieces) + (at < first)
     merged, lse = _dense(q, kv[first : first + num_queries], scale, is_causal=True)
+    merged, lse = merged[:num_valid], lse[:num_valid]
     for index in range(1, num_parts):
         if index < len(pieces):
             key, size = pieces[index]
             part, part_lse = _dense(q, kv[key : key + size], scale, is_causal=False)
         else:
             rest = blocks[at // kv_cache.shape[2] :]  # SIZES are multiples of every block size
-            part, part_lse = context_attention(q, kv_cache, rest, first - at, scale)
+            part, part_lse = context_attention(q[:num_valid], kv_cache, rest, first - at, scale)
         target = out
         if index < num_parts - 1:
             target = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        lse = merge(target, merged, lse, part, part_lse)
+        lse = merge(target, merged, lse, part[:num_valid], part_lse[:num_valid])
         merged = target.unflatten(1, (num_heads, head_dim))
     if num_parts == 1:
-        out.copy_(merged.flatten(1))
+        out.unflatten(1, (num_heads, head_dim)).copy_(merged)
 
 
 def long_prefill_attention(
@@ -402,13 +412,24 @@ def long_prefill_attention(
     for row in rows:
         num_keys = row.num_context + row.num_covered
         blocks = block_table[row.row, : -(-num_keys // block_size)]
-        kv = gather(kv_cache, blocks)
+        squares = _squares(row.num_queries)
+        kv = gather(kv_cache, blocks, num_keys, row.num_context + sum(squares))
         offset = 0
-        for size in _cut(row.num_queries):
-            tokens = slice(row.first_token + offset, row.first_token + offset + size)
-            queries = q[tokens].unflatten(1, (-1, head_dim))
-            _attend_square(out[tokens], queries, kv, kv_cache, blocks, row.num_context + offset, scale)
+        for size in squares:
+            first, end = row.first_token + offset, row.first_token + min(offset + size, row.num_queries)
+            queries = _rows_from(q, first, size).unflatten(1, (-1, head_dim))
+            _attend_square(out[first:end], queries, kv, kv_cache, blocks, row.num_context + offset, scale)
             offset += size
+
+
+def _rows_from(q: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """`size` rows of q from `first` on, whosever they are, with zeros past its end."""
+    found = q[first : first + size]
+    if found.shape[0] == size:
+        return found
+    filled = q.new_zeros((size, q.shape[1]))
+    filled[: found.shape[0]] = found
+    return filled
 
 
 def warm(num_heads: int, kv_cache: torch.Tensor, max_queries: int) -> Iterator[None]:
@@ -420,8 +441,9 @@ def warm(num_heads: int, kv_cache: torch.Tensor, max_queries: int) -> Iterator[N
     head_dim = width // 2
     if max_queries < SIZES[0]:
         return
+    largest = sum(_squares(max_queries))
     yield from _compile_rest(num_heads, kv_cache)
-    for num_queries in (size for size in SIZES if size <= max_queries):
+    for num_queries in (size for size in SIZES if size <= largest):
         q = kv_cache.new_zeros((num_queries, num_heads, head_dim))
         for num_keys in SIZES:
             kv = kv_cache.new_zeros((num_keys, num_kv_heads, width))
@@ -439,7 +461,7 @@ def _compile_rest(num_heads: int, kv_cache: torch.Tensor) -> Iterator[None]:
     out = part.flatten(1)
     running = out.float()
     blocks = torch.zeros(2, dtype=torch.int32, device=part.device)
-    gather(kv_cache, blocks)
+    gather(kv_cache, blocks, block_size, 2 * block_size)
     yield
     context_attention(part, kv_cache, blocks[1:], block_size, head_dim**-0.5)  # tables begin anywhere
     yield

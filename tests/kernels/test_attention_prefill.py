@@ -54,7 +54,7 @@ def test_squares_rectangles_and_the_paged_rest_cover_the_batch(dtype, device, mo
     skip = [0] * 6
     for row in rows:
         skip[row.row] = row.num_covered
-    assert skip == [0, 48, 32, 0, 16, 0]
+    assert skip == [0, 48, 40, 0, 16, 0], "five queries are left to the paged kernel, eight get a square"
     skip = torch.tensor(skip, dtype=torch.int32, device=device)
     plan = make_plan(batch.q.shape[0], 6, 4, 2, 32, device)
     for work in plan.lists:
@@ -94,7 +94,7 @@ def test_warming_asks_cudnn_for_every_shape_that_chunks_will_need(dtype, device,
     long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
     assert asked and asked <= warmed
     asked.clear()
-    assert list(warm(4, batch.kv_cache, 31))
+    assert list(warm(4, batch.kv_cache, 23))
     assert {q[0] for q, *_ in asked} == {16}
     assert not list(warm(4, batch.kv_cache, 15))  # no chunk is long
 
@@ -139,4 +139,27 @@ def test_a_refusal_names_its_reason(arguments, reason):
 def test_gathered_tokens_are_those_of_the_blocks_in_order(block_size, head_dim, dtype, device):
     kv_cache = torch.randn((9, 3, block_size, 2 * head_dim), device=device).to(dtype)
     blocks = torch.tensor([7, 1, 8, 1, 3], dtype=torch.int32, device=device)[1:]
-    assert torch.equal(attention_prefill.gather(kv_cache, blocks), gather_ref(kv_cache, blocks))
+    expected = gather_ref(kv_cache, blocks)
+    assert torch.equal(attention_prefill.gather(kv_cache, blocks, len(expected), len(expected)), expected)
+    num_keys = len(expected) - 1
+    filled = attention_prefill.gather(kv_cache, blocks, num_keys, len(expected) + 5)
+    assert torch.equal(filled[:num_keys], expected[:num_keys]) and len(filled) == len(expected) + 5
+    assert not filled[num_keys:].any()
+
+
+def test_queries_and_keys_of_nobody_do_not_touch_the_others(dtype, device, monkeypatch):
+    """The last square is filled up: with what follows in the batch, or zeros; neither may reach a real query."""
+    monkeypatch.setattr(attention_prefill, "SIZES", (16, 32))
+    if unsupported_reason(device, dtype, 32) is not None:
+        monkeypatch.setattr(attention_prefill, "_dense", dense_in_torch)
+    lens = [(7, 28), (0, 13), (0, 30)]
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    expected = batch.dense(0.2)
+    batch.q[28:41] = float("nan")  # the row between fails
+    batch.kv_cache[batch.block_table[0, 2], :, 35 % 16 :] = float("nan")  # the rest of a half full block
+    rows = [LongRow(0, 0, 28, 7), LongRow(2, 41, 30, 0)]
+    out = torch.full_like(batch.q, float("nan"))
+    long_prefill_attention(out, batch.q, batch.kv_cache, batch.block_table, rows, 0.2)
+    for first, end in ((0, 28), (41, 71)):
+        assert relative_error(out[first:end], expected[first:end]) < RELATIVE_ERROR[dtype]
+    assert bool(torch.isnan(out[28:41]).all()), "no other rows are written"
