@@ -13,8 +13,9 @@ keys at positions <= its own, of these the last `window` ones when window > 0.
     out   = sum(exp(score) v) / (sum(exp(score)) + exp(sink of the head, if any))
 
 Padding: rows with an empty query range read nothing; tokens past query_start_loc[S] give zeros. Slots at or
-past seq_len are never read, whatever bytes an earlier owner of the block left there. Softmax and sums in
-float32, rounded once at the store of out. Called by `aioengine/layers/ops.py` once per layer.
+past seq_len are never read, whatever bytes an earlier owner of the block left there, nor those before the window
+of a tile's first query: their blocks may belong to another request by now. Softmax and sums in float32, rounded
+once at the store of out. Called by `aioengine/layers/ops.py` once per layer.
 
 The kernel packs the heads of a group beside the queries, so that one load of a key serves them all:
 
@@ -86,6 +87,7 @@ def attend_keys(
     positions,
     start,
     end,
+    first_key,
     window,
     scale,
     softcap,
@@ -100,7 +102,10 @@ def attend_keys(
     MASKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Online softmax in base 2 over the keys start .. end; unmasked tiles are whole and visible to all."""
+    """Online softmax in base 2 over the keys start .. end; unmasked tiles are whole and visible to all.
+
+    With a window, keys before `first_key` are not read: no query of the tile sees them.
+    """
     dims = tl.arange(0, HEAD_BLOCK)
     dim_mask = (dims < HEAD_DIM)[None, :]
     ahead = start + tl.arange(0, BLOCK_N)
@@ -113,7 +118,10 @@ def attend_keys(
         slots = blocks.to(tl.int64) * stride_kv_block + (keys % BLOCK_SIZE) * stride_kv_slot
         k_ptrs = kv_ptr + slots[:, None] + dims[None, :]
         if MASKED:
-            load_mask = (keys < end)[:, None] & dim_mask
+            is_read = keys < end
+            if HAS_WINDOW:
+                is_read = is_read & (keys >= first_key)
+            load_mask = is_read[:, None] & dim_mask
             k = tl.load(k_ptrs, mask=load_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
             v = tl.load(k_ptrs + HEAD_DIM, mask=load_mask, other=0.0)  # [BLOCK_N, HEAD_BLOCK]
         elif HEAD_BLOCK != HEAD_DIM:
@@ -324,6 +332,7 @@ def _attention_kernel(
                 positions,
                 start,
                 masked_from,
+                0,
                 window,
                 scale,
                 softcap,
@@ -348,6 +357,7 @@ def _attention_kernel(
             positions,
             masked_from,
             end,
+            position - window + 1,
             window,
             scale,
             softcap,

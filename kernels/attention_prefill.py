@@ -239,6 +239,7 @@ def _context_kernel(
             0 if part == 0 else masked_from,
             masked_from if part == 0 else num_keys,
             0,
+            0,
             scale,
             0.0,
             stride_kv_block,

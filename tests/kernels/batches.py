@@ -68,6 +68,17 @@ class PagedBatch:
             token += query_len
         return out
 
+    def poison_before(self, window: int) -> None:
+        """NaN before the window of each row's first query; entries of blocks that are out name a block of NaN."""
+        block_size = self.kv_cache.shape[2]
+        poisoned = self.kv_cache.shape[0]
+        self.kv_cache = torch.cat((self.kv_cache, torch.full_like(self.kv_cache[:1], float("nan"))))
+        for row, (keys, query_len) in enumerate(zip(self.keys, self.query_lens, strict=True)):
+            first = max(0, keys.shape[0] - query_len - window + 1)
+            full, part = divmod(first, block_size)
+            self.kv_cache[self.block_table[row, full].long(), :, :part] = float("nan")
+            self.block_table[row, :full] = poisoned
+
 
 def paged_batch(
     lens: Sequence[tuple[int, int]],

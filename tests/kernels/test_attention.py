@@ -132,6 +132,15 @@ def test_sliding_window(attend, lens, window, device, dtype):
     check(attend, batch, dtype, window=window)
 
 
+@pytest.mark.parametrize("window", [1, 16, 40, 150])
+@pytest.mark.parametrize("lens", [[*MIXED, (300, 70)], [*DECODES, (700, 1)]], ids=["mixed", "decodes"])
+def test_nothing_before_the_window_is_read(attend, lens, window, device, dtype):
+    """A20: blocks that fell out of a window belong to others by now, and 0 x NaN is NaN."""
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, seed=2)
+    batch.poison_before(window)
+    check(attend, batch, dtype, window=window)
+
+
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_soft_cap_and_sinks(attend, lens, dtype, device):
     batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device, seed=3)
