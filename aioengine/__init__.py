@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import TYPE_CHECKING
 
 
 def _find_built_package() -> None:
@@ -42,6 +43,9 @@ from aioengine.errors import (  # noqa: E402
     UnknownModel,
 )
 from aioengine.types import RequestOutput, SamplingParams  # noqa: E402
+
+if TYPE_CHECKING:
+    from aioengine.engine import AsyncEngine
 
 __version__ = "0.1.0"
 

@@ -385,7 +385,7 @@ def resolve(
         raise InvalidConfig("device=cuda, but PyTorch sees no CUDA device; use --device cpu", param="device")
     own_dtype = "float32" if device == "cpu" else model_dtype
     dtype = cast(Dtype, own_dtype if config.model.dtype == "auto" else config.model.dtype)
-    kv_dtype = cast(Dtype, dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype)
+    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     on_cpu = device == "cpu"
     max_model_len = config.model.max_model_len or model_max_len
     if max_model_len > model_max_len:

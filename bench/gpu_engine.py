@@ -212,11 +212,7 @@ async def run_steps(engine: AsyncEngine, model: str, report: Report) -> None:
             await elapsed(engine, [Job(job.prompt[:100], 5) for job in work], temperature)
             with StepProbe(engine) as probe:
                 await elapsed(engine, work, temperature)
-            report.note(
-                model,
-                f"{kind} steps of {batch} rows",
-                probe.breakdown(lambda s, n=batch: s.num_tokens == s.num_rows == n),
-            )
+            report.note(model, f"{kind} steps of {batch} rows", probe.decodes_of(batch))
     report.note(model, "host memory", memory())
 
 
@@ -253,7 +249,7 @@ async def run_draws(engine: AsyncEngine, model: str, report: Report) -> None:
         await sample_all(engine, [Job(job.prompt[:16], 3) for job in work], options)
         with StepProbe(engine) as probe:
             await sample_all(engine, work, options)
-        found = probe.breakdown(lambda step: step.num_tokens == step.num_rows == 256)
+        found = probe.decodes_of(256)
         keep = ("device_us", "wall_us", "host_us", "launch_us", "idle_share")
         rows.append({"parameters": name, **{key: found.get(key) for key in keep}})
     report.note(model, "choosing tokens, 256 rows", rows)

@@ -188,6 +188,10 @@ class StepProbe:
             "late_p99_us": round(percentile(late_us, 99) or 0.0, 1),
         }
 
+    def decodes_of(self, num_rows: int) -> dict[str, float]:
+        """The breakdown of steps in which so many rows decode and nobody else runs."""
+        return self.breakdown(lambda step: step.num_tokens == step.num_rows == num_rows)
+
     def each(self) -> list[dict[str, float]]:
         """Every step."""
         return [

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.progress import track
 
@@ -23,7 +23,7 @@ from aioengine.errors import InvalidConfig
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 
-POLICIES = ("lru", "cost")
+POLICIES: tuple[Literal["lru", "cost"], ...] = ("lru", "cost")
 MAX_CONTEXT_COST = 1e6
 """What the KV manager takes."""
 Row = dict[str, Any]

@@ -32,7 +32,7 @@ class TransformersPeer:
             raise InvalidConfig("`bench transformers` needs a GGUF model", param="model")
         torch.set_num_threads(config.runtime.num_threads or usable_cores())
         self._model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        self._model.eval()
+        self._model.train(False)
         self._vocab_size = int(self._model.config.vocab_size)
 
     def measure(self, repeats: int) -> list[dict[str, float]]:
