@@ -1,6 +1,6 @@
 """`aioengine bench core`: what the compiled core costs, beside plain Python, and the host alone without a device.
 
-Four parts: operations of the block pool per block (a plain-Python pool in the same run, memory of both);
+Four parts: operations of the block pool per block (`pool`: a plain-Python pool in the same run, memory of both);
 schedule + update per step; Python objects over many steps; and the whole host side with a runner that computes
 nothing. Times are medians of `--repeats` runs.
 """
@@ -12,25 +12,19 @@ import gc
 import statistics
 import sys
 import time
-import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from aioengine.bench.host_only import run_host_only
-from aioengine.bench.naive_pool import NaivePool, chain_hashes
+from aioengine.bench.pool import BLOCK_SIZE, memory_row, pool_rows
 from aioengine.bench.report import print_table, write_json
 from aioengine.bench.workloads import random_prompts
 from aioengine.errors import InvalidConfig
-from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 
 PARTS = ("pool", "scheduler", "objects", "host")
-BLOCK_SIZE = 16
-POOL_BLOCKS = 65_536
-BLOCKS_PER_REQUEST = 256
 VOCAB_SIZE = 32_000
 MEASURED_STEPS = 200
 CHURN_STEPS = 100_000
@@ -72,152 +66,6 @@ async def run_core(args: argparse.Namespace) -> None:
         title = f"host alone: {args.input_len} in, {args.output_len} out, median of {args.repeats}"
         print_table(title, report["host"])
     write_json(args.json, report)
-
-
-# ---- the pool -------------------------------------------------------------------------------------------
-
-
-def pool_rows(repeats: int) -> list[Row]:
-    """Nanoseconds per block of each operation, ours and plain Python's."""
-    ours, naive = [], []
-    for seed in range(repeats + 1):  # the first one warms up
-        ours.append(_time_core(seed))
-        naive.append(_time_naive(seed))
-    rows = []
-    for name in ours[0]:
-        mine, plain = (statistics.median(run[name] for run in runs[1:]) for runs in (ours, naive))
-        rows.append(
-            {
-                "operation": name,
-                "aioengine_ns": round(mine, 1),
-                "plain_python_ns": round(plain, 1),
-                "ratio": round(plain / mine, 1),
-                "aioengine_per_s": round(1e9 / mine),
-            }
-        )
-    return rows
-
-
-def _prompts(seed: int) -> list[list[int]]:
-    """As many prompts as fill the pool."""
-    count = (POOL_BLOCKS - 1) // BLOCKS_PER_REQUEST
-    return random_prompts(count, BLOCKS_PER_REQUEST * BLOCK_SIZE, VOCAB_SIZE, seed)
-
-
-class _Stopwatch:
-    """Nanoseconds per block of named operations."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self.ns: dict[str, float] = {}
-
-    def time(self, name: str, work: Callable[[], object]) -> None:
-        """Runs the work once, on all blocks."""
-        gc.collect()
-        begun = time.perf_counter_ns()
-        work()
-        self.ns[name] = (time.perf_counter_ns() - begun) / self._num_blocks
-
-
-def _time_core(seed: int) -> dict[str, float]:
-    kv = KVManager(POOL_BLOCKS, BLOCK_SIZE)
-    length = BLOCKS_PER_REQUEST * BLOCK_SIZE
-    # One token more than its full blocks, as in an engine, where the last token is always computed.
-    prompts = [prompt + [1] for prompt in _prompts(seed)]
-    first, again, other = (
-        [Request(str(i), np.array(prompt, np.int32), max_tokens=1) for i, prompt in enumerate(some)]
-        for some in (prompts, prompts, [[2, *prompt[1:]] for prompt in prompts])
-    )
-    watch = _Stopwatch(len(prompts) * BLOCKS_PER_REQUEST)
-
-    def each(work: Callable[[Request], object], requests: list[Request]) -> Callable[[], None]:
-        def run() -> None:
-            for request in requests:
-                work(request)
-
-        return run
-
-    watch.time("allocate", each(lambda request: kv.admit(request, 0, length), first))
-    watch.time("hash and publish", each(lambda request: kv.publish(request, length), first))
-    watch.time("free", each(kv.release, first))
-    watch.time("hash and look up", each(kv.match, again))
-    watch.time("look up", each(kv.match, again))
-    watch.time("touch", each(lambda request: kv.admit(request, BLOCKS_PER_REQUEST, length), again))
-    for request in again:
-        kv.release(request)
-    watch.time("allocate by eviction", each(lambda request: kv.admit(request, 0, length), other))
-    return watch.ns
-
-
-def _time_naive(seed: int) -> dict[str, float]:
-    pool = NaivePool(POOL_BLOCKS)
-    prompts = _prompts(seed)
-    watch = _Stopwatch(len(prompts) * BLOCKS_PER_REQUEST)
-    tables: list[list[Any]] = []
-    hashes: list[list[bytes]] = []
-
-    def allocate() -> None:
-        tables[:] = [pool.allocate(BLOCKS_PER_REQUEST) for _ in prompts]
-
-    def publish() -> None:
-        hashes[:] = [chain_hashes(prompt, BLOCK_SIZE) for prompt in prompts]
-        for table, digests in zip(tables, hashes, strict=True):
-            pool.publish(table, digests)
-
-    def free() -> None:
-        for table in tables:
-            pool.release_all(table)
-
-    def hash_and_look_up() -> None:
-        for prompt in prompts:
-            pool.lookup(chain_hashes(prompt, BLOCK_SIZE))
-
-    def look_up() -> None:
-        tables[:] = [pool.lookup(digests) for digests in hashes]
-
-    def touch() -> None:
-        for table in tables:
-            pool.touch(table)
-
-    watch.time("allocate", allocate)
-    watch.time("hash and publish", publish)
-    watch.time("free", free)
-    watch.time("hash and look up", hash_and_look_up)
-    watch.time("look up", look_up)
-    watch.time("touch", touch)
-    free()
-    watch.time("allocate by eviction", allocate)
-    return watch.ns
-
-
-def memory_row() -> Row:
-    """Bytes per block, every block cached: all of the core's arrays, and plain Python's objects."""
-    ours, kv = _traced(lambda: KVManager(POOL_BLOCKS, BLOCK_SIZE, enable_partial_block_reuse=True))
-    plain, _ = _traced(_full_naive_pool)
-    return {
-        "aioengine_bytes_per_block": round(ours / kv.pool.num_blocks, 1),
-        "plain_python_bytes_per_block": round(plain / POOL_BLOCKS, 1),
-        "ratio": round(plain / ours, 1),
-    }
-
-
-def _full_naive_pool() -> NaivePool:
-    pool = NaivePool(POOL_BLOCKS)
-    blocks = pool.allocate(POOL_BLOCKS - 1)
-    pool.publish(blocks, [i.to_bytes(16, "little") for i in range(len(blocks))])
-    pool.release_all(blocks)
-    return pool
-
-
-def _traced(make: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes that are still allocated once something was made."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        made = make()
-        return tracemalloc.get_traced_memory()[0], made
-    finally:
-        tracemalloc.stop()
 
 
 # ---- the scheduler --------------------------------------------------------------------------------------

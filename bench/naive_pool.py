@@ -1,7 +1,10 @@
 """A KV block pool in plain Python, written the obvious way: what `bench core` measures ours against.
 
-One object per block, an ordered dictionary as the free list (a block that is hit leaves from the middle), a dictionary
-from hash to block. The same rules as `fastcore`: unhashed blocks are taken first, then the least recently used.
+One object per block, an ordered dictionary as the free list (a block that is hit leaves from the middle; it is
+compiled, and faster than a list linked in Python), a dictionary from hash to block. The same rules as `fastcore`:
+unhashed blocks are taken first, then the least recently used. `NaiveManager` has the calls of `KVManager` that a
+scheduler makes: a request goes in, its table comes out, and either all blocks it needs are there or nothing changes.
+It does less: no parents and children, no partial blocks, no pins, no second eviction policy.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -98,6 +101,56 @@ class NaivePool:
         """Gives full blocks their hashes."""
         for block, digest in zip(blocks, hashes, strict=True):
             self.index(block, digest)
+
+
+@dataclass(eq=False, slots=True)
+class NaiveRequest:
+    """A sequence, its blocks, and the hashes of those that are full, once they were computed."""
+
+    token_ids: list[int]
+    table: list[Block] = field(default_factory=list)
+    hashes: list[bytes] | None = None
+
+
+class NaiveManager:
+    """Gives blocks to requests and takes them back."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool = NaivePool(num_blocks)
+        self.block_size = block_size
+
+    def match(self, request: NaiveRequest) -> int:
+        """Finds the longest cached prefix, the last token left out; returns its number of blocks."""
+        most = (len(request.token_ids) - 1) // self.block_size
+        request.table = self.pool.lookup(self.hashes_of(request)[:most])
+        return len(request.table)
+
+    def admit(self, request: NaiveRequest, num_hits: int, num_tokens: int) -> bool:
+        """Takes what was just matched and new blocks up to `num_tokens`; False changes nothing."""
+        num_new = -(-num_tokens // self.block_size) - num_hits
+        hits = request.table
+        num_free_hits = sum(block.num_refs == 0 for block in hits)
+        if num_new + num_free_hits > len(self.pool.free):
+            return False
+        self.pool.touch(hits)
+        hits.extend(self.pool.allocate(num_new))
+        return True
+
+    def publish(self, request: NaiveRequest, num_computed: int) -> None:
+        """The blocks that are full with so many tokens can be found from now on."""
+        full = num_computed // self.block_size
+        self.pool.publish(request.table[:full], self.hashes_of(request)[:full])
+
+    def release(self, request: NaiveRequest) -> None:
+        """Gives all blocks back."""
+        self.pool.release_all(request.table)
+        request.table = []
+
+    def hashes_of(self, request: NaiveRequest) -> list[bytes]:
+        """The hashes of all full blocks, computed when they are asked for first."""
+        if request.hashes is None:
+            request.hashes = chain_hashes(request.token_ids, self.block_size)
+        return request.hashes
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:

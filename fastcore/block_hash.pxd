@@ -17,13 +17,30 @@ cdef struct Hash:
     uint64_t word[4]  # 256 bits; a 128-bit hash leaves the upper two words zero
 
 
+cdef struct Digest128:  # how libxxhash returns a 128-bit hash
+    uint64_t low
+    uint64_t high
+
+
+ctypedef Digest128 (*Digest128Of)(const void* data, size_t num_bytes) noexcept nogil
+
+
 cdef class BlockHasher:
-    cdef object digest
+    cdef object digest              # bytes -> digest, through Python
+    cdef Digest128Of compiled       # the same function in C, NULL if there is none
     cdef readonly str algo
     cdef readonly int digest_size
     cdef Hash root
+    cdef char* payload              # what is hashed, put together here
+    cdef size_t payload_size
 
+    cdef int hash_path(
+        self, const int32_t* tokens, int32_t block_size, bytes first_tail, bytes later_tail,
+        Hash* hashes, int32_t start, int32_t end
+    ) except -1
     cdef int hash_block(
         self, const Hash* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, Hash* out
     ) except -1
+    cdef int compile(self) except -1
+    cdef int reserve(self, size_t size) except -1
     cdef bytes as_bytes(self, const Hash* hash)

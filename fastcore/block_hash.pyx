@@ -1,19 +1,42 @@
 """Chained hashes of full blocks, H(parent hash, token ids, extra keys): one hash names a whole prefix.
 
 Owns the byte layout that is hashed and the root of the chains. Does not know which blocks exist or where
-their hashes are kept; `kv_manager` asks for one hash per full block.
+their hashes are kept; `kv_manager` asks for the hashes of a request's full blocks.
 
     hashed bytes = parent digest (16 or 32) | token ids, int32 little endian | tail
     tail         = u32 length, extra keys | u32 length, cache salt (length 0 after the first block)
+
+XXH3 of a block takes less time than a call from Python, so the function is called where the module xxhash has it
+from: libxxhash, which it links or brings along. A build of the module that hides it costs time, not hits: the same
+digest then comes through the module.
 """
 import hashlib
 import os
 
 import cython
 import xxhash
+import xxhash._xxhash
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.string cimport memcpy, memset
+from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from libc.string cimport memcmp, memcpy, memset
+
+
+cdef extern from "dlfcn.h":
+    const int RTLD_LAZY
+    void* dlopen(const char* path, int mode)
+    void* dlsym(void* library, const char* name)
+
+cdef extern from *:
+    """
+    #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    #define aio_big_endian(word) (word)
+    #else
+    #define aio_big_endian(word) __builtin_bswap64(word)
+    #endif
+    """
+    uint64_t aio_big_endian(uint64_t word) noexcept nogil
+
 
 # Processes that use sha256 share keys only if they start from the same root (INV-03).
 cdef bytes SHARED_ROOT_SEED = b"aioengine prefix cache root, version 1"
@@ -30,11 +53,13 @@ def key_tail(bytes extra_keys, bytes cache_salt):
 
 @cython.final
 cdef class BlockHasher:
-    def __cinit__(self, str algo="xxh3_128", root_seed=None):
+    def __cinit__(self, str algo="xxh3_128", root_seed=None, *, bint through_python=False):
         if algo == "xxh3_128":
             self.digest, self.digest_size = xxhash.xxh3_128_digest, 16
             # Not predictable from outside, so that nobody can prepare colliding prompts (INV-03).
             seed = os.urandom(32) if root_seed is None else root_seed
+            if not through_python:
+                self.compile()
         elif algo == "sha256":
             self.digest, self.digest_size = _sha256, 32
             seed = SHARED_ROOT_SEED if root_seed is None else root_seed
@@ -45,19 +70,67 @@ cdef class BlockHasher:
         cdef bytes root = self.digest(b"root" + bytes(seed))
         memcpy(&self.root, PyBytes_AS_STRING(root), self.digest_size)
 
+    def __dealloc__(self):
+        PyMem_Free(self.payload)
+
+    cdef int compile(self) except -1:
+        """Takes libxxhash's function, if it is there and gives what the module gives."""
+        cdef void* library = dlopen(os.fsencode(xxhash._xxhash.__file__), RTLD_LAZY)
+        if library == NULL:
+            return 0
+        self.compiled = <Digest128Of> dlsym(library, "XXH3_128bits")
+        if self.compiled == NULL:
+            return 0
+        cdef bytes sample = bytes(range(256))
+        cdef bytes expected = self.digest(sample)
+        cdef Hash own
+        digest128(self.compiled, PyBytes_AS_STRING(sample), 256, &own)
+        if memcmp(&own, PyBytes_AS_STRING(expected), 16) != 0:
+            self.compiled = NULL
+        return 0
+
+    @property
+    def is_compiled(self):
+        """Whether hashes are computed without going through Python."""
+        return self.compiled != NULL
+
+    cdef int hash_path(
+        self, const int32_t* tokens, int32_t block_size, bytes first_tail, bytes later_tail,
+        Hash* hashes, int32_t start, int32_t end
+    ) except -1:
+        """Hashes the full blocks `start` to `end` of a sequence, each from the one before (B3, INV-12)."""
+        cdef int32_t i
+        for i in range(start, end):
+            self.hash_block(
+                &self.root if i == 0 else &hashes[i - 1], tokens + <Py_ssize_t> i * block_size, block_size,
+                first_tail if i == 0 else later_tail, &hashes[i],
+            )
+        return 0
+
     cdef int hash_block(
         self, const Hash* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, Hash* out
     ) except -1:
-        cdef Py_ssize_t tokens_size = num_tokens * sizeof(int32_t)
-        cdef Py_ssize_t tail_size = PyBytes_GET_SIZE(tail)
-        cdef bytes payload = PyBytes_FromStringAndSize(NULL, self.digest_size + tokens_size + tail_size)
-        cdef char* at = PyBytes_AS_STRING(payload)
-        memcpy(at, parent, self.digest_size)
-        memcpy(at + self.digest_size, tokens, tokens_size)
-        memcpy(at + self.digest_size + tokens_size, PyBytes_AS_STRING(tail), tail_size)
-        cdef bytes digest = self.digest(payload)
+        cdef size_t tokens_size = num_tokens * sizeof(int32_t)
+        cdef size_t tail_size = PyBytes_GET_SIZE(tail)
+        cdef size_t size = self.digest_size + tokens_size + tail_size
+        if size > self.payload_size:
+            self.reserve(size)
+        memcpy(self.payload, parent, self.digest_size)
+        memcpy(self.payload + self.digest_size, tokens, tokens_size)
+        memcpy(self.payload + self.digest_size + tokens_size, PyBytes_AS_STRING(tail), tail_size)
+        if self.compiled != NULL:
+            digest128(self.compiled, self.payload, size, out)
+            return 0
+        cdef bytes digest = self.digest(PyBytes_FromStringAndSize(self.payload, size))
         memset(out, 0, sizeof(Hash))
         memcpy(out, PyBytes_AS_STRING(digest), self.digest_size)
+        return 0
+
+    cdef int reserve(self, size_t size) except -1:
+        cdef char* payload = <char*> PyMem_Realloc(self.payload, size)
+        if payload == NULL:
+            raise MemoryError()
+        self.payload, self.payload_size = payload, size
         return 0
 
     cdef bytes as_bytes(self, const Hash* hash):
@@ -78,3 +151,10 @@ cdef class BlockHasher:
             hashes.append(self.as_bytes(&current))
             parent = current
         return hashes
+
+
+cdef inline void digest128(Digest128Of function, const char* data, size_t size, Hash* out) noexcept nogil:
+    """A 128-bit hash in the byte order that the module xxhash writes it in."""
+    cdef Digest128 digest = function(data, size)
+    out.word[0], out.word[1] = aio_big_endian(digest.high), aio_big_endian(digest.low)
+    out.word[2] = out.word[3] = 0

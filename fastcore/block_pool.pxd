@@ -4,6 +4,10 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from aioengine.fastcore.eviction cimport CostOrder
 
 
+cdef extern from *:
+    void prefetch "__builtin_prefetch" (const void* address) noexcept nogil
+
+
 cdef enum:
     NULL_BLOCK = 0    # padding and "no storage needed"; never allocated, hashed or freed (INV-24)
     UNLISTED = -1     # links of a block that is not in the free list
@@ -29,6 +33,7 @@ cdef class BlockPool:
     cdef readonly int64_t num_returned
 
     cdef int32_t take(self) except -1
+    cdef int32_t first_in_ring(self) noexcept
     cdef int acquire(self, int32_t block_id) except -1
     cdef int release(self, int32_t block_id) except -1
     cdef int hit(self, int32_t block_id) except -1

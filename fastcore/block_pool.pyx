@@ -59,6 +59,10 @@ cdef class BlockPool:
         self.blocks[block_id].num_refs = 1
         return block_id
 
+    cdef int32_t first_in_ring(self) noexcept:
+        """Block or marker at the beginning; follow `blocks[id].next`."""
+        return self.blocks[sentinel(self)].next
+
     cdef int acquire(self, int32_t block_id) except -1:
         """One owner more; a free block leaves the list first, so that nobody can take it (INV-18)."""
         cdef Block* block = &self.blocks[block_id]

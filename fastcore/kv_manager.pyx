@@ -26,6 +26,7 @@ from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 from aioengine.fastcore.request cimport NO_LIMIT
 
 cdef enum:
+    HASHED_AHEAD = 64       # blocks of a prompt that are hashed before it is known that the first one is cached
     MOST_CANDIDATES = 64    # cached blocks that are compared token by token with a request's next block
 
 
@@ -73,15 +74,15 @@ cdef class KVManager:
         # At least one token is left to compute, or there would be no logits (INV-16).
         cdef int32_t most = (request.num_tokens - 1) // self.block_size
         cdef int32_t hits = 0
-        cdef int32_t block_id
+        cdef int32_t known
         request.reserve_blocks(most)
-        while hits < most:  # ends at the first gap, whatever lies behind it (INV-17)
-            self.ensure_hashes(request, hits + 1)
-            block_id = self.prefix_map.find(&request.hashes[hits])
-            if block_id == NULL_BLOCK:
+        while hits < most:
+            # Most requests miss early: those behind the first gap are hashed when they are published.
+            known = min(most, max(request.num_hashes, hits + HASHED_AHEAD))
+            self.ensure_hashes(request, known)
+            hits += self.prefix_map.find_path(&request.hashes[hits], known - hits, &request.blocks[hits])
+            if hits < known:
                 break
-            request.blocks[hits] = block_id
-            hits += 1
         return hits
 
     cdef int match_tail(self, Request request, int32_t num_hits) except -1:
@@ -225,15 +226,11 @@ cdef class KVManager:
         return True
 
     cdef int take_blocks(self, Request request, int32_t wanted) except -1:
-        cdef int32_t block_id
-        request.reserve_blocks(wanted)
-        while request.num_blocks < wanted:
-            block_id = self.pool.take()
-            if self.pool.blocks[block_id].flags & HASHED:
-                # Before the block gets other content (INV-22).
-                self.num_evicted_blocks += self.prefix_map.remove(block_id)
-            request.blocks[request.num_blocks] = block_id
-            request.num_blocks += 1
+        cdef int32_t count = wanted - request.num_blocks
+        if count > 0:
+            request.reserve_blocks(wanted)
+            self.num_evicted_blocks += self.prefix_map.take(count, request.blocks + request.num_blocks)
+            request.num_blocks = wanted
         return 0
 
     cpdef int publish(self, Request request, int32_t num_computed) except -1:
@@ -324,17 +321,13 @@ cdef class KVManager:
 
     cdef int ensure_hashes(self, Request request, int32_t count) except -1:
         """Hashes full blocks one after the other, each from its parent (B3, INV-12)."""
-        cdef int32_t i
         request.reserve_hashes(count)
-        while request.num_hashes < count:
-            i = request.num_hashes
-            self.hasher.hash_block(
-                &self.hasher.root if i == 0 else &request.hashes[i - 1],
-                &request.tokens[<Py_ssize_t> i * self.block_size], self.block_size,
-                request.first_tail if i == 0 else request.later_tail,
-                &request.hashes[i],
+        if request.num_hashes < count:
+            self.hasher.hash_path(
+                request.tokens, self.block_size, request.first_tail, request.later_tail,
+                request.hashes, request.num_hashes, count,
             )
-            request.num_hashes += 1
+            request.num_hashes = count
         return 0
 
     @property

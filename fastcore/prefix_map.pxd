@@ -7,28 +7,27 @@ from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.prefix_tree cimport PrefixTree
 
 
-cdef struct Slot:
-    int32_t block_id   # 0 = empty: the null block is never indexed
-    uint32_t tag       # 32 bits of the hash, so that most misses touch no block record
-
-
 cdef class PrefixMap:
     cdef BlockPool pool
     cdef readonly PrefixTree tree
     cdef KVJournal journal            # None: nobody wants to know
-    cdef Slot* slots
-    cdef uint32_t num_slots
+    cdef int32_t* heads               # first block of each bucket; 0 = empty: the null block is never indexed
+    cdef int32_t* behind              # the block behind a block in its bucket; 0 = none
+    cdef uint32_t num_heads
     cdef uint64_t* hashes             # num_blocks x hash_words, valid for flagged blocks
     cdef int32_t hash_words
     cdef readonly int32_t num_entries
 
     cdef int32_t find(self, const Hash* hash) noexcept
+    cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept
     cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1
+    cdef int32_t take(self, int32_t count, int32_t* taken) except -1
     cdef int32_t remove(self, int32_t block_id) except -1
     cdef int erase(self, int32_t block_id) except -1
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept
     cdef bytes bytes_of(self, int32_t block_id)
     cdef Hash hash_of(self, int32_t block_id) noexcept
-    cdef uint32_t home_of(self, int32_t block_id) noexcept
-    cdef uint32_t behind(self, uint32_t at) noexcept
-    cdef uint32_t distance(self, uint32_t start, uint32_t end) noexcept
+    cdef uint64_t* row(self, int32_t block_id) noexcept
+    cdef int32_t* head_of(self, int32_t block_id) noexcept
+    cdef int32_t scout(self, int32_t at) noexcept
+    cdef int32_t scout_home(self, int32_t at) noexcept

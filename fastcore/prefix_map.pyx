@@ -1,12 +1,18 @@
-"""Open-addressing map from a block's prefix hash to the block's id.
+"""Map from a block's prefix hash to the block's id: buckets of blocks, chained through arrays.
 
-Owns the slots, the hashes (as long as the algorithm's, no longer), the tree of what is indexed, and each
-block's HASHED flag: a block is flagged exactly while the map leads to it. `kv_manager` inserts full blocks and removes victims. One entry
-per hash: a second block with an equal hash is refused by `insert` and stays an unhashed duplicate (its
-request keeps it, A11). Removing a block removes all that was computed after it: no lookup could reach it.
+Owns the buckets, the hashes (as long as the algorithm's, no longer), the tree of what is indexed, and each
+block's HASHED flag: a block is flagged exactly while the map leads to it. `kv_manager` inserts full blocks and takes
+victims, which leave the map first. One entry per hash: a second block with an equal hash is refused by `insert` and
+stays an unhashed duplicate (its request keeps it, A11). Removing a block removes all that was computed after it: no
+lookup could reach it.
 
-Linear probing in a table of fixed size, at most two thirds full; deletion shifts the following entries back, so
-there are no tombstones and a lookup never gets slower with churn.
+    heads[home of a hash] -> block -> behind[block] -> ... -> 0
+
+Two buckets per block, so that most hold one block or none. Why not open addressing: to close the gap that a victim
+leaves there takes its neighbours' homes, and eviction is half of what a full pool does.
+
+A pool of a real size does not fit in a core's own caches. Where it is known what will be read next (the hashes of a
+path, the victims in the ring), it is asked for some steps ahead: each step then waits for none of its reads.
 """
 import cython
 
@@ -15,9 +21,13 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED
-from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, UNLISTED, Block, prefetch
 from aioengine.fastcore.eviction cimport CostOrder
-from aioengine.fastcore.prefix_tree cimport ROOT, Node
+from aioengine.fastcore.prefix_tree cimport ROOT, Node, cut_leaf
+
+cdef enum:
+    NEAR = 8     # steps ahead that are enough for a read to arrive
+    FAR = 16     # and for one that tells where to read next
 
 
 @cython.final
@@ -26,31 +36,45 @@ cdef class PrefixMap:
         if digest_size not in (16, 32):
             raise ValueError(f"digest_size={digest_size} must be 16 or 32")
         self.pool = pool
-        self.num_slots = max(4, <uint32_t> pool.num_blocks + <uint32_t> pool.num_blocks // 2)
-        self.slots = <Slot*> PyMem_Calloc(self.num_slots, sizeof(Slot))
+        self.num_heads = 2 * <uint32_t> pool.num_blocks
+        self.heads = <int32_t*> PyMem_Calloc(self.num_heads, sizeof(int32_t))
+        self.behind = <int32_t*> PyMem_Calloc(pool.num_blocks, sizeof(int32_t))
         self.hash_words = digest_size // 8
         self.hashes = <uint64_t*> PyMem_Calloc(<size_t> pool.num_blocks * self.hash_words, sizeof(uint64_t))
-        if self.slots == NULL or self.hashes == NULL:
+        if self.heads == NULL or self.behind == NULL or self.hashes == NULL:
             raise MemoryError()
         self.tree = PrefixTree(pool.num_blocks)
 
     def __dealloc__(self):
-        PyMem_Free(self.slots)
+        PyMem_Free(self.heads)
+        PyMem_Free(self.behind)
         PyMem_Free(self.hashes)
 
     cdef int32_t find(self, const Hash* hash) noexcept:
         """The block with this hash, or NULL_BLOCK."""
-        cdef uint32_t at = home(hash.word[0], self.num_slots)
-        cdef uint32_t tag = tag_of(hash.word[0])
-        while self.slots[at].block_id != NULL_BLOCK:
-            if self.slots[at].tag == tag and self.has_hash(self.slots[at].block_id, hash):
-                return self.slots[at].block_id
-            at = self.behind(at)
-        return NULL_BLOCK
+        cdef int32_t at = self.heads[home(hash.word[0], self.num_heads)]
+        while at != NULL_BLOCK and not self.has_hash(at, hash):
+            at = self.behind[at]
+        return at
+
+    cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept:
+        """Finds the blocks of a path of hashes up to the first gap (INV-17); returns their number."""
+        cdef int32_t i
+        for i in range(min(count, FAR)):
+            prefetch(&self.heads[home(hashes[i].word[0], self.num_heads)])
+        for i in range(count):
+            if i + FAR < count:
+                prefetch(&self.heads[home(hashes[i + FAR].word[0], self.num_heads)])
+            if i + NEAR < count:
+                prefetch(self.row(self.heads[home(hashes[i + NEAR].word[0], self.num_heads)]))
+            found[i] = self.find(&hashes[i])
+            if found[i] == NULL_BLOCK:
+                return i
+        return count
 
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept:
         """Whether this is the hash of a flagged block."""
-        cdef const uint64_t* own = self.hashes + <size_t> block_id * self.hash_words
+        cdef const uint64_t* own = self.row(block_id)
         return own[0] == hash.word[0] and own[1] == hash.word[1] and (
             self.hash_words == 2 or (own[2] == hash.word[2] and own[3] == hash.word[3])
         )
@@ -58,23 +82,20 @@ cdef class PrefixMap:
     cdef Hash hash_of(self, int32_t block_id) noexcept:
         cdef Hash hash
         memset(&hash, 0, sizeof(Hash))
-        memcpy(&hash, self.hashes + <size_t> block_id * self.hash_words, self.hash_words * sizeof(uint64_t))
+        memcpy(&hash, self.row(block_id), self.hash_words * sizeof(uint64_t))
         return hash
 
     cdef bytes bytes_of(self, int32_t block_id):
         """The hash of an indexed block, as long as the hasher makes them."""
-        return (<const char*> (self.hashes + <size_t> block_id * self.hash_words))[: 8 * self.hash_words]
+        return (<const char*> self.row(block_id))[: 8 * self.hash_words]
 
-    cdef uint32_t home_of(self, int32_t block_id) noexcept:
-        return home(self.hashes[<size_t> block_id * self.hash_words], self.num_slots)
+    cdef uint64_t* row(self, int32_t block_id) noexcept:
+        """Where the hash of a block is kept."""
+        return self.hashes + <size_t> block_id * self.hash_words
 
-    cdef uint32_t behind(self, uint32_t at) noexcept:
-        """The slot after this one."""
-        return at + 1 if at + 1 < self.num_slots else 0
-
-    cdef uint32_t distance(self, uint32_t start, uint32_t end) noexcept:
-        """Steps from one slot to another."""
-        return end - start if end >= start else end + (self.num_slots - start)
+    cdef int32_t* head_of(self, int32_t block_id) noexcept:
+        """The bucket that a block is in."""
+        return &self.heads[home(self.row(block_id)[0], self.num_heads)]
 
     cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1:
         """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11).
@@ -84,21 +105,58 @@ cdef class PrefixMap:
         cdef Block* block = &self.pool.blocks[block_id]
         if CHECKED and (block.flags & HASHED or block_id == NULL_BLOCK):
             raise AssertionError(f"block {block_id} must not be hashed now")
-        cdef uint32_t at = home(hash.word[0], self.num_slots)
-        cdef uint32_t tag = tag_of(hash.word[0])
-        while self.slots[at].block_id != NULL_BLOCK:
-            if self.slots[at].tag == tag and self.has_hash(self.slots[at].block_id, hash):
-                return 0
-            at = self.behind(at)
-        self.slots[at].block_id = block_id
-        self.slots[at].tag = tag
+        if self.find(hash) != NULL_BLOCK:
+            return 0
+        cdef int32_t* head = &self.heads[home(hash.word[0], self.num_heads)]
+        self.behind[block_id] = head[0]
+        head[0] = block_id
         self.tree.attach(block_id, parent, lane)
-        memcpy(self.hashes + <size_t> block_id * self.hash_words, hash, self.hash_words * sizeof(uint64_t))
+        memcpy(self.row(block_id), hash, self.hash_words * sizeof(uint64_t))
         block.flags |= HASHED
         self.num_entries += 1
         if self.pool.order is not None:
             self.pool.order.cached(block_id, parent)
         return 1
+
+    cdef int32_t take(self, int32_t count, int32_t* taken) except -1:
+        """Takes so many victims, of which there must be enough, out of pool and map (INV-22).
+
+        Returns how many blocks lost their prefix: victims, and what was computed after them.
+        """
+        cdef Block* blocks = self.pool.blocks
+        cdef int32_t num_evicted = 0
+        cdef int32_t near, far, i
+        # Under the policy cost the ring does not tell who is next.
+        near = far = UNLISTED if self.pool.order is not None or count < NEAR else self.pool.first_in_ring()
+        for i in range(FAR):
+            far = self.scout(far)
+            if i >= FAR - NEAR:
+                near = self.scout_home(near)
+        for i in range(count):
+            far = self.scout(far)
+            near = self.scout_home(near)
+            taken[i] = self.pool.take()
+            if blocks[taken[i]].flags & HASHED:
+                num_evicted += self.remove(taken[i])
+        return num_evicted
+
+    cdef int32_t scout(self, int32_t at) noexcept:
+        """Asks for the links and the hash of a block in the ring; returns the one behind it."""
+        if at == UNLISTED:  # it has been taken meanwhile, which costs no more than time
+            return at
+        if at < self.pool.num_blocks:
+            prefetch(&self.tree.nodes[at])
+            prefetch(&self.behind[at])
+            prefetch(self.row(at))
+        return self.pool.blocks[at].next
+
+    cdef int32_t scout_home(self, int32_t at) noexcept:
+        """Asks for the bucket of a block in the ring; returns the one behind it."""
+        if at == UNLISTED:
+            return at
+        if at < self.pool.num_blocks:
+            prefetch(self.head_of(at))
+        return self.pool.blocks[at].next
 
     cdef int32_t remove(self, int32_t block_id) except -1:
         """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.
@@ -114,7 +172,6 @@ cdef class PrefixMap:
             while nodes[at].first_child != ROOT:
                 at = nodes[at].first_child
             parent = nodes[at].parent
-            self.tree.detach(at)
             self.erase(at)
             count += 1
             if self.pool.blocks[at].num_refs == 0:
@@ -129,39 +186,30 @@ cdef class PrefixMap:
         return count
 
     cdef int erase(self, int32_t block_id) except -1:
-        """Frees a block's slot and clears its flag."""
-        cdef Block* block = &self.pool.blocks[block_id]
-        cdef uint32_t hole = self.home_of(block_id)
-        while self.slots[hole].block_id != block_id:
-            if CHECKED and self.slots[hole].block_id == NULL_BLOCK:
+        """Takes a leaf out of its bucket and the tree, and clears its flag."""
+        cdef int32_t* link = self.head_of(block_id)
+        if CHECKED:
+            self.tree.check_leaf(block_id)
+        while link[0] != block_id:
+            if CHECKED and link[0] == NULL_BLOCK:
                 raise AssertionError(f"block {block_id} is not in the map")
-            hole = self.behind(hole)
-        block.flags = 0
+            link = &self.behind[link[0]]
+        link[0] = self.behind[block_id]
+        cut_leaf(self.tree.nodes, self.tree.lanes, block_id)
+        self.pool.blocks[block_id].flags = 0
         self.num_entries -= 1
         if self.journal is not None:
             self.journal.removed(self.bytes_of(block_id))
         if self.pool.order is not None:
             self.pool.order.leave(block_id)
-        # Back-shift: an entry may fill the hole if its home does not lie behind the hole on the way to it.
-        cdef uint32_t at = hole
-        cdef uint32_t wanted
-        while True:
-            at = self.behind(at)
-            if self.slots[at].block_id == NULL_BLOCK:
-                break
-            wanted = self.home_of(self.slots[at].block_id)
-            if self.distance(wanted, at) >= self.distance(hole, at):
-                self.slots[hole] = self.slots[at]
-                hole = at
-        self.slots[hole].block_id = NULL_BLOCK
         if CHECKED:
-            memset(self.hashes + <size_t> block_id * self.hash_words, 0xDD, self.hash_words * sizeof(uint64_t))
+            memset(self.row(block_id), 0xDD, self.hash_words * sizeof(uint64_t))
         return 0
 
     def clear(self):
         """Forgets every entry; the blocks stay where they are."""
         self.pool.unhash_all()
-        memset(self.slots, 0, self.num_slots * sizeof(Slot))
+        memset(self.heads, 0, self.num_heads * sizeof(int32_t))
         self.tree.clear()
         self.num_entries = 0
         if self.journal is not None:
@@ -174,17 +222,15 @@ cdef class PrefixMap:
         self.pool.order = CostOrder(self.tree, block_size, context_cost)
 
     @property
-    def capacity(self):
-        """Slots of the table."""
-        return self.num_slots
+    def num_buckets(self):
+        """Buckets that the blocks are spread over."""
+        return self.num_heads
 
     @property
     def num_bytes(self):
-        """Memory of slots, hashes and tree."""
-        return (
-            self.num_slots * sizeof(Slot)
-            + <size_t> self.pool.num_blocks * self.hash_words * sizeof(uint64_t) + self.tree.num_bytes
-        )
+        """Memory of buckets, hashes and tree."""
+        cdef size_t per_block = sizeof(int32_t) + self.hash_words * sizeof(uint64_t)
+        return self.num_heads * sizeof(int32_t) + self.pool.num_blocks * per_block + self.tree.num_bytes
 
     def find_bytes(self, bytes digest not None):
         """The block with this hash, or 0."""
@@ -200,6 +246,37 @@ cdef class PrefixMap:
             raise ValueError(f"block {parent} is not indexed and can have no child")
         return bool(self.insert(block_id, &hash, parent, lane))
 
+    def find_path_bytes(self, digests):
+        """The blocks of the hashes up to the first that is not indexed."""
+        cdef int32_t count = len(digests)
+        cdef Hash* hashes = <Hash*> PyMem_Calloc(count + 1, sizeof(Hash))
+        cdef int32_t* found = <int32_t*> PyMem_Calloc(count + 1, sizeof(int32_t))
+        cdef int32_t i
+        try:
+            if hashes == NULL or found == NULL:
+                raise MemoryError()
+            for i in range(count):
+                hashes[i] = from_bytes(digests[i])
+            count = self.find_path(hashes, count, found)
+            return [found[i] for i in range(count)]
+        finally:
+            PyMem_Free(hashes)
+            PyMem_Free(found)
+
+    def take_ids(self, int32_t count):
+        """Takes victims out of pool and map; returns their ids and how many blocks lost their prefix."""
+        if not 0 <= count <= self.pool.num_free:
+            raise ValueError(f"count={count} must lie between 0 and {self.pool.num_free}, the free blocks")
+        cdef int32_t* taken = <int32_t*> PyMem_Calloc(count + 1, sizeof(int32_t))
+        cdef int32_t i, num_evicted
+        try:
+            if taken == NULL:
+                raise MemoryError()
+            num_evicted = self.take(count, taken)
+            return [taken[i] for i in range(count)], num_evicted
+        finally:
+            PyMem_Free(taken)
+
     def remove_id(self, int32_t block_id):
         """Takes a block and all below it out of the index; returns how many those were."""
         if not 0 < block_id < self.pool.num_blocks or not self.pool.blocks[block_id].flags & HASHED:
@@ -208,22 +285,23 @@ cdef class PrefixMap:
 
     def check(self):
         """Every entry leads to a flagged block that a lookup finds, and every flag has an entry."""
-        cdef size_t at
+        cdef uint32_t bucket
+        cdef int32_t at
         cdef int32_t entries = 0
         cdef int32_t flagged = 0
-        cdef Block* block
         cdef Hash hash
-        for at in range(self.num_slots):
-            if self.slots[at].block_id == NULL_BLOCK:
-                continue
-            entries += 1
-            block = &self.pool.blocks[self.slots[at].block_id]
-            hash = self.hash_of(self.slots[at].block_id)
-            assert block.flags & HASHED, f"block {self.slots[at].block_id} is indexed but not flagged"
-            assert self.slots[at].tag == tag_of(hash.word[0]), f"slot {at} has the wrong tag"
-            assert self.find(&hash) == self.slots[at].block_id, f"lookup misses slot {at}"
+        for bucket in range(self.num_heads):
+            at = self.heads[bucket]
+            while at != NULL_BLOCK:
+                entries += 1
+                assert entries <= self.num_entries, f"more than {self.num_entries} entries, or bucket {bucket} is a circle"
+                hash = self.hash_of(at)
+                assert self.pool.blocks[at].flags & HASHED, f"block {at} is indexed but not flagged"
+                assert home(hash.word[0], self.num_heads) == bucket, f"block {at} is in the wrong bucket"
+                assert self.find(&hash) == at, f"lookup misses block {at}"
+                at = self.behind[at]
         self.tree.check()
-        for at in range(1, <size_t> self.pool.num_blocks):
+        for at in range(1, self.pool.num_blocks):
             flagged += self.pool.blocks[at].flags & HASHED
             assert bool(self.pool.blocks[at].flags & HASHED) == (self.tree.parent_of(at) is not None), (
                 f"block {at} is in one of map and tree only"
@@ -231,12 +309,9 @@ cdef class PrefixMap:
         assert entries == self.num_entries == flagged, f"{entries}, {self.num_entries}, {flagged} entries"
 
 
-cdef inline uint32_t home(uint64_t first_word, uint32_t num_slots) noexcept nogil:
-    return <uint32_t> first_word % num_slots
-
-
-cdef inline uint32_t tag_of(uint64_t first_word) noexcept nogil:
-    return <uint32_t> (first_word >> 32)
+cdef inline uint32_t home(uint64_t first_word, uint32_t num_heads) noexcept nogil:
+    """The bucket of a hash: 32 of its bits as a fraction of all buckets."""
+    return <uint32_t> ((<uint64_t> <uint32_t> first_word * num_heads) >> 32)
 
 
 cdef Hash from_bytes(bytes digest) except *:

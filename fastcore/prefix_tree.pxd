@@ -22,8 +22,23 @@ cdef class PrefixTree:
 
     cdef int32_t newest(self, int32_t parent, uint32_t lane) noexcept
     cdef int attach(self, int32_t block_id, int32_t parent, uint32_t lane) except -1
-    cdef int detach(self, int32_t block_id) except -1
+    cdef int check_leaf(self, int32_t block_id) except -1
     cdef int clear(self) except -1
 
 
 cdef uint32_t lane_of(bytes tail, int32_t first_token) noexcept
+
+
+cdef inline void cut_leaf(Node* nodes, int32_t* lanes, int32_t block_id) noexcept nogil:
+    """Takes a block without children out of the tree."""
+    cdef Node* node = &nodes[block_id]
+    if node.prev < 0:
+        lanes[-1 - node.prev] = node.next
+    elif node.prev == ROOT:
+        nodes[node.parent].first_child = node.next
+    else:
+        nodes[node.prev].next = node.next
+    if node.next != ROOT:
+        nodes[node.next].prev = node.prev
+    node.parent = UNCACHED
+    node.next = node.prev = ROOT

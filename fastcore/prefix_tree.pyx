@@ -60,21 +60,10 @@ cdef class PrefixTree:
         head[0] = block_id
         return 0
 
-    cdef int detach(self, int32_t block_id) except -1:
-        """Takes a block without children out."""
-        cdef Node* node = &self.nodes[block_id]
-        if CHECKED and (node.parent == UNCACHED or node.first_child != ROOT):
+    cdef int check_leaf(self, int32_t block_id) except -1:
+        """Only a block without children may leave."""
+        if self.nodes[block_id].parent == UNCACHED or self.nodes[block_id].first_child != ROOT:
             raise AssertionError(f"block {block_id} cannot leave the tree")
-        if node.prev < 0:
-            self.lanes[-1 - node.prev] = node.next
-        elif node.prev == ROOT:
-            self.nodes[node.parent].first_child = node.next
-        else:
-            self.nodes[node.prev].next = node.next
-        if node.next != ROOT:
-            self.nodes[node.next].prev = node.prev
-        node.parent = UNCACHED
-        node.next = node.prev = ROOT
         return 0
 
     cdef int clear(self) except -1:

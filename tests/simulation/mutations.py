@@ -65,15 +65,15 @@ FAULTS = (
     ),
     Fault(
         "keep the map entry of a block that is taken",
-        "fastcore/kv_manager.pyx",
-        "            if self.pool.blocks[block_id].flags & HASHED:\n                # Before",
-        "            if False:\n                # Before",
+        "fastcore/prefix_map.pyx",
+        "            if blocks[taken[i]].flags & HASHED:\n",
+        "            if False:\n",
     ),
     Fault(
         "hash without the parent",
-        "fastcore/kv_manager.pyx",
-        "&self.hasher.root if i == 0 else &request.hashes[i - 1],",
-        "&self.hasher.root,",
+        "fastcore/block_hash.pyx",
+        "&self.root if i == 0 else &hashes[i - 1],",
+        "&self.root,",
     ),
     Fault(
         "release the shallowest block first",
@@ -176,7 +176,12 @@ FAULTS = (
         "cdef Py_ssize_t slot = step_id % self.num_slots",
         "cdef Py_ssize_t slot = 0",
     ),
-    Fault("break the links of the prefix map", "fastcore/prefix_map.pyx", "self.slots[hole] = self.slots[at]", "pass"),
+    Fault(
+        "break the links of the prefix map",
+        "fastcore/prefix_map.pyx",
+        "link[0] = self.behind[block_id]",
+        "link[0] = NULL_BLOCK",
+    ),
     Fault(
         "let a sibling's copy cover the last token",
         "fastcore/kv_manager.pyx",

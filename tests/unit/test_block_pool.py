@@ -58,11 +58,11 @@ def test_bad_ids_are_refused() -> None:
         BlockPool(1)
 
 
-# Hashes whose homes and tags collide on purpose; the table for 6 to 12 blocks has 9 to 18 slots.
+# Hashes that share buckets on purpose: their 32 lowest bits are the bucket as a fraction of all.
 DIGESTS = [
-    (home | tag << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
-    for home in (0, 1, 8, 17, 1260, 1268)
-    for tag in (0, 1)
+    (fraction | above << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
+    for fraction in (0, 1, 1 << 31, (1 << 31) + 1, 3 << 30, (1 << 32) - 1)
+    for above in (0, 1)
     for rest in (0, 1)
 ]
 
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
     """Pool and prefix map against lists and dicts, under any order of operations (INV-21 to INV-24)."""
 
     @initialize(
-        num_blocks=st.integers(2, 12),
+        num_blocks=st.integers(2, 24),
         policy=st.sampled_from(["lru", "cost"]),
         context_cost=st.sampled_from([0.0, 0.1, 1.0]),
     )
@@ -99,6 +99,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.take_id() == self.twin.take() == victim
         if is_indexed:
             self.index.remove_id(victim)
+
+    @rule(data=st.data())
+    def take_many(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.twin.free)))
+        expected, num_evicted = [], 0
+        for _ in range(count):
+            victim = self.twin.victim()
+            num_cached = len(self.twin.key_of)
+            expected.append(self.twin.take())
+            num_evicted += num_cached - len(self.twin.key_of)
+            assert expected[-1] == victim
+        assert self.index.take_ids(count) == (expected, num_evicted)
 
     @precondition(lambda self: self.has(owned=True))
     @rule(data=st.data())

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.fastcore.block_hash import BlockHasher
+from aioengine.fastcore.block_hash import BlockHasher, key_tail
 from aioengine.fastcore.block_pool import BlockPool
 from aioengine.fastcore.prefix_map import PrefixMap
 
@@ -74,13 +75,32 @@ def test_processes_agree_with_sha256_and_differ_with_xxh3() -> None:
     assert shared == shared_again and random_a != random_b
 
 
-def digest(home: int, rest: int = 0, tag: int = 0) -> bytes:
-    return (home | tag << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
+@given(ids=tokens, block_size=st.sampled_from([1, 2, 16, 40]), keys=st.binary(max_size=300))
+def test_the_compiled_hash_is_the_one_of_the_module_xxhash(ids: list[int], block_size: int, keys: bytes) -> None:
+    ids = ids * 3
+    hasher, plain = BlockHasher("xxh3_128", b"seed"), BlockHasher("xxh3_128", b"seed", through_python=True)
+    assert not plain.is_compiled and not BlockHasher("sha256").is_compiled
+    expected, parent = [], xxhash.xxh3_128_digest(b"rootseed")
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        block = b"".join(i.to_bytes(4, "little") for i in ids[start : start + block_size])
+        parent = xxhash.xxh3_128_digest(parent + block + key_tail(keys, b"" if start else b"salt"))
+        expected.append(parent)
+    assert hasher.chain(ids, block_size, keys, b"salt") == expected == plain.chain(ids, block_size, keys, b"salt")
 
 
-def test_capacity_is_one_and_a_half_times_the_blocks() -> None:
-    for num_blocks, capacity in [(2, 4), (8, 12), (9, 13), (1000, 1500)]:
-        assert PrefixMap(BlockPool(num_blocks)).capacity == capacity
+def test_xxh3_is_called_without_python() -> None:
+    """If this fails, the installed xxhash hides its library: hashing is slower, and nothing else differs."""
+    assert BlockHasher().is_compiled and BlockHasher().digest_size == 16
+
+
+def digest(home: int, rest: int = 0) -> bytes:
+    """A hash whose bucket is `home` in a map of 16, that is of 8 blocks; what is above, no bucket depends on."""
+    return ((home % 16) << 28 | home // 16 << 32).to_bytes(8, "little") + rest.to_bytes(8, "little")
+
+
+def test_there_are_two_buckets_per_block() -> None:
+    for num_blocks in (2, 9, 1000):
+        assert PrefixMap(BlockPool(num_blocks)).num_buckets == 2 * num_blocks
 
 
 def test_second_block_with_an_equal_hash_stays_out() -> None:
@@ -92,7 +112,7 @@ def test_second_block_with_an_equal_hash_stays_out() -> None:
     assert index.insert_bytes(4, digest(1)) and index.find_bytes(digest(1)) == 4
 
 
-def test_hashes_that_agree_in_home_and_tag_are_told_apart() -> None:
+def test_hashes_that_share_a_bucket_are_told_apart() -> None:
     index = PrefixMap(BlockPool(8))
     for block_id in (1, 2, 3):
         index.insert_bytes(block_id, digest(7, rest=block_id))
@@ -109,16 +129,47 @@ def test_a_map_keeps_hashes_as_long_as_its_algorithm_makes_them() -> None:
         PrefixMap(BlockPool(8), 20)
 
 
-def test_removal_closes_the_gap_across_the_end_of_the_table() -> None:
-    index = PrefixMap(BlockPool(8))  # 12 slots
-    homes = {1: 10, 2: 11, 3: 10, 4: 0, 5: 11, 6: 1}
-    for block_id, home in homes.items():
-        index.insert_bytes(block_id, digest(home, rest=block_id))
-    for gone in (2, 1, 4):
-        index.remove_id(gone)
-        index.check()
-    for block_id, home in homes.items():
-        assert index.find_bytes(digest(home, rest=block_id)) == (0 if block_id in (1, 2, 4) else block_id)
+def test_any_block_of_a_bucket_can_leave_it() -> None:
+    homes = {1: 15, 2: 15, 3: 15, 4: 0, 5: 15, 6: 0}
+    for order in itertools.permutations(homes, 3):
+        index = PrefixMap(BlockPool(8))
+        for block_id, home in homes.items():
+            index.insert_bytes(block_id, digest(home, rest=block_id))
+        for gone in order:
+            index.remove_id(gone)
+            index.check()
+        for block_id, home in homes.items():
+            assert index.find_bytes(digest(home, rest=block_id)) == (0 if block_id in order else block_id)
+
+
+def test_a_path_ends_at_its_first_gap() -> None:
+    hashes = [digest(home) for home in range(1, 101)]
+    for gap in (0, 1, 7, 8, 15, 16, 17, 99, 100):
+        index = PrefixMap(BlockPool(200))
+        for block_id, key in enumerate(hashes, 1):
+            if block_id != gap + 1:
+                index.insert_bytes(block_id, key)
+        for count in (0, 1, 8, 16, 17, 100):
+            assert index.find_path_bytes(hashes[:count]) == list(range(1, min(gap, count) + 1))
+
+
+def test_victims_are_taken_with_what_follows_them() -> None:
+    """Victims come first by use, but what a victim takes along goes before all that is cached."""
+    pool = BlockPool(50)
+    index = PrefixMap(pool)
+    taken, num_evicted = index.take_ids(40)
+    assert (taken, num_evicted) == (list(range(1, 41)), 0)
+    for block_id in taken:  # four paths of ten blocks
+        index.insert_bytes(block_id, digest(block_id), 0 if block_id % 10 == 1 else block_id - 1)
+    for block_id in (*range(1, 11), *range(20, 10, -1), *range(21, 31)):
+        pool.release_id(block_id)
+    with pytest.raises(ValueError, match="count=40 must lie between 0 and 39"):
+        index.take_ids(40)
+    # Blocks 41 to 49 were never used; block 1 takes the nine after it along, which are freed deepest first.
+    assert index.take_ids(21) == ([*range(41, 50), 1, *range(2, 11), 20, 19], 12)
+    index.check()
+    pool.check()
+    assert pool.free_ids() == [*range(18, 10, -1), *range(21, 31)] and index.num_entries == 28
 
 
 def test_a_block_takes_all_below_it_along() -> None:
@@ -171,7 +222,7 @@ def test_churn_leaves_nothing_behind() -> None:
             index.remove_id(block_id)
             del held[block_id]
         else:
-            key = digest(rng.randrange(128), rest=rng.randrange(2**60), tag=rng.randrange(2))
+            key = digest(rng.randrange(256), rest=rng.randrange(2**60))
             if index.insert_bytes(block_id, key):
                 held[block_id] = key
     index.check()

@@ -30,6 +30,7 @@ ALLOWED = {
 INSIDE = {
     "bench/core.py": ("aioengine.fastcore",),
     "bench/host_only.py": ("aioengine.checkpoint", "aioengine.fastcore", "aioengine.runner", "aioengine.startup"),
+    "bench/pool.py": ("aioengine.fastcore",),
     "bench/replay.py": ("aioengine.fastcore",),
 }
 LEAVES = {"types", "config", "errors"}
