@@ -7,7 +7,7 @@ in execution order. Owned by `Sampler`, which calls it for the rows that have a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from aioengine.kernels import sampling as ops
 from aioengine.sampling_plan import SamplingPlan
 from aioengine.slot_table import SlotTable
+from aioengine.transfer import stack_to_device, to_device
 
 IntArray = NDArray[np.int64]
 
@@ -25,14 +26,17 @@ _FOR_EVER = 2**31 - 1
 _NO_TOKEN, _ANY_TOKEN = -1, -2  # in the recent output, and in a word's beginning
 
 
+_Bias = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Token ids and what is added to their logits."""
+
+
 @dataclass(slots=True)
 class _RowConstraints:
     plan: SamplingPlan
-    stop_ids: IntArray
-    """Forbidden before min_tokens."""
-    bias_ids: IntArray
-    bias_values: NDArray[np.float32]
-    word_ends: IntArray
+    bias: _Bias
+    early_bias: _Bias
+    """Before min_tokens: the end tokens are forbidden too."""
+    word_ends: NDArray[np.int32]
     """Last token of each bad word."""
     word_beginnings: NDArray[np.int32]
     """[words, L]: the other tokens, newest last, filled up on the left; L is the width of the recent output."""
@@ -58,16 +62,15 @@ class Constraints:
             return 0
         state = self._rows[row] = _RowConstraints(
             plan,
-            np.array(early, np.int64),
-            np.fromiter(bias.keys(), np.int64, len(bias)),
-            np.fromiter(bias.values(), np.float32, len(bias)),
-            np.array([word[-1] for word in plan.bad_words], np.int64),
+            _bias_of(bias),
+            _bias_of({**bias, **dict.fromkeys(early, -np.inf)}),
+            np.array([word[-1] for word in plan.bad_words], np.int32),
             np.empty((len(plan.bad_words), 0), np.int32),
         )
         if plan.allowed_ids is not None:
             state.allowed_line = self._forbidden.take()
             line = self._forbidden.data[state.allowed_line].fill_(True)
-            line.index_fill_(0, self._to_device(plan.allowed_ids), False)
+            line.index_fill_(0, to_device(np.array(plan.allowed_ids, np.int64), self._device), False)
         if plan.bad_words:
             self._join_recent(state, output_ids)
         return _FOR_EVER if for_ever else plan.params.min_tokens
@@ -90,16 +93,16 @@ class Constraints:
             self._apply_bad_words(x, at[with_words], [states[i] for i in with_words])
         self._apply_bias(x, at, states, positions)
 
-    def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        """One more output token for each row."""
+    def add(self, token_ids: Tensor, at: IntArray, rows: IntArray) -> None:
+        """One more output token for each row: token_ids[at[i]] for rows[i]."""
         states = [self._rows[row] for row in rows.tolist()]
         with_words = [i for i, state in enumerate(states) if state.recent_line >= 0]
         if not with_words:
             return
-        lines = self._to_device([states[i].recent_line for i in with_words])
-        newest = token_ids.index_select(0, self._to_device(with_words)).int()
+        lines, places = self._send([states[i].recent_line for i in with_words], at[with_words])
+        newest = token_ids.index_select(0, places)
         recent = self._recent.data.index_select(0, lines)
-        self._recent.data.index_copy_(0, lines, torch.cat((recent[:, 1:], newest[:, None]), 1))
+        self._recent.data.index_copy_(0, lines.long(), torch.cat((recent[:, 1:], newest[:, None]), 1))
 
     def _join_recent(self, state: _RowConstraints, output_ids: ArrayLike) -> None:
         table = self._recent
@@ -113,49 +116,46 @@ class Constraints:
         newest = np.asarray(output_ids, np.int32)[-width:]
         line = np.full(width, _NO_TOKEN, np.int32)
         line[width - len(newest) :] = newest
-        table.data[state.recent_line] = torch.from_numpy(line).to(self._device)
+        table.data[state.recent_line] = to_device(line, self._device)
 
     def _apply_allowed(self, x: Tensor, at: IntArray, states: list[_RowConstraints]) -> None:
-        at_device = self._to_device(at)
-        lines = self._to_device([state.allowed_line for state in states])
-        part = x.index_select(0, at_device)
+        places, lines = self._send(at, [state.allowed_line for state in states])
+        part = x.index_select(0, places)
         ops.mask_tokens_ref(part, self._forbidden.data.index_select(0, lines))
-        x.index_copy_(0, at_device, part)
+        x.index_copy_(0, places.long(), part)
 
     def _apply_bad_words(self, x: Tensor, at: IntArray, states: list[_RowConstraints]) -> None:
         width = self._recent.data.shape[1]
         for state in states:
             if state.word_beginnings.shape[1] != width:
                 state.word_beginnings = _beginnings(state.plan.bad_words, width)
-        beginnings = np.concatenate([state.word_beginnings for state in states])
         num_words = [len(state.plan.bad_words) for state in states]
-        recent_lines = np.repeat([state.recent_line for state in states], num_words)
-        ops.mask_bad_words_ref(
-            x,
-            self._recent.data.index_select(0, self._to_device(recent_lines)),
-            self._to_device(np.repeat(at, num_words)),
-            torch.from_numpy(beginnings).to(self._device, non_blocking=True),
-            self._to_device(np.concatenate([state.word_ends for state in states])),
+        words = self._send(
+            np.repeat([state.recent_line for state in states], num_words),
+            np.repeat(at, num_words),
+            np.concatenate([state.word_ends for state in states]),
+            *np.concatenate([state.word_beginnings for state in states]).T,
         )
+        lines, places, ends = words[:3]
+        ops.mask_bad_words_ref(x, self._recent.data.index_select(0, lines), places, words[3:].T, ends)
 
     def _apply_bias(self, x: Tensor, at: IntArray, states: list[_RowConstraints], positions: IntArray) -> None:
-        ids: list[IntArray] = []
-        values: list[NDArray[np.float32]] = []
-        for state, position in zip(states, positions.tolist(), strict=True):
-            early = state.stop_ids if position < state.plan.params.min_tokens else state.stop_ids[:0]
-            ids.append(np.concatenate((early, state.bias_ids)))
-            values.append(np.concatenate((np.full(len(early), -np.inf, np.float32), state.bias_values)))
-        lengths = [len(part) for part in ids]
-        if sum(lengths):
-            ops.add_bias_ref(
-                x,
-                self._to_device(np.repeat(at, lengths)),
-                self._to_device(np.concatenate(ids)),
-                torch.from_numpy(np.concatenate(values)).to(self._device, non_blocking=True),
-            )
+        parts = [
+            state.early_bias if position < state.plan.params.min_tokens else state.bias
+            for state, position in zip(states, positions.tolist(), strict=True)
+        ]
+        lengths = [len(ids) for ids, _ in parts]
+        if any(lengths):
+            ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            words = self._send(np.repeat(at, lengths), ids, values)
+            ops.add_bias_ref(x, words[0], words[1], words[2].view(torch.float32))
 
-    def _to_device(self, values: IntArray | Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.asarray(values, np.int64)).to(self._device, non_blocking=True)
+    def _send(self, *rows: ArrayLike) -> Tensor:
+        return stack_to_device(self._device, *rows)
+
+
+def _bias_of(bias: Mapping[int, float]) -> _Bias:
+    return np.fromiter(bias.keys(), np.int32, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
 
 
 def _beginnings(words: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:

@@ -60,7 +60,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _PromptScores:
-    """Log-probabilities of one row's chunk, still on the device."""
+    """Log-probabilities of one row's chunk, on their way to the host."""
 
     plan_row: int
     parts: list[PendingLogprobs]
@@ -268,9 +268,13 @@ class CudaRunner:
             pending.prompt_scores = self._score_prompts(plan, facts, output, sampler, model)
         slot.reached.record(self._compute)
         self._side.wait_event(slot.reached)
-        if num_samples:
-            with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side):
+            if num_samples:
                 slot.host_packed.copy_(slot.packed, non_blocking=True)
+            if pending.logprobs is not None:
+                pending.logprobs = pending.logprobs.to_host()
+            for score in pending.prompt_scores:
+                score.parts = [part.to_host() for part in score.parts]
         slot.arrived.record(self._side)
         self._completion.launched(self._side.cuda_stream, facts.num_tokens.bit_length(), slot.arrived.query)
         return pending
@@ -283,9 +287,11 @@ class CudaRunner:
         scores = []
         for plan_row, first in facts.prompt_spans:
             target = targets[plan_row]
+            # as many logits as a step of decodes has, unless all of them are to be kept
+            size = PROMPT_SLICE if target.count < 0 else max(PROMPT_SLICE, self._max_num_seqs)
             parts = []
-            for start in range(0, len(target.ids), PROMPT_SLICE):
-                ids = target.ids[start : start + PROMPT_SLICE]
+            for start in range(0, len(target.ids), size):
+                ids = target.ids[start : start + size]
                 rows = output.hidden[first + start : first + start + len(ids)]
                 parts.append(sampler.prompt_logprobs(model.logits(rows, output.ctx), ids, target.count))
             scores.append(_PromptScores(plan_row, parts))

@@ -17,21 +17,30 @@ from torch import Tensor
 
 from aioengine.fastcore import native
 from aioengine.slot_table import SlotTable
+from aioengine.transfer import stack_to_device, to_device
 
 IntArray = NDArray[np.int64]
 
 
+class PenaltyStep(Protocol):
+    """The penalized rows of one step: `apply` before the tokens are chosen, `add` afterwards."""
+
+    def apply(self, logits: Tensor) -> None:
+        """Changes the rows' logits as their settings want it."""
+        ...
+
+    def add(self, token_ids: Tensor) -> None:
+        """One more output token for each row; token ids int32, one for every row of the logits."""
+        ...
+
+
 class Penalties(Protocol):
-    """State by row. `apply` and `add` take distinct rows that have joined."""
+    """State by row."""
 
     def join(self, row: int, prompt_ids: ArrayLike, output_ids: ArrayLike) -> None: ...
     def leave(self, row: int) -> None: ...
-    def apply(self, logits: Tensor, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> None:
-        """Changes logits[at[i]] as rows[i] with settings[i] wants it."""
-        ...
-
-    def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        """One more output token for each row."""
+    def step(self, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> PenaltyStep:
+        """Distinct rows that have joined; rows[i] lies at at[i] in the logits and has settings[i]."""
         ...
 
 
@@ -50,67 +59,78 @@ class NativePenalties:
     def leave(self, row: int) -> None:
         del self._counts[row]
 
-    def apply(self, logits: Tensor, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> None:
-        base, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
-        words = settings.view(np.int32).reshape(len(rows), 1, -1)
-        for i, row in enumerate(rows.tolist()):
-            self._counts[row].penalize(base + int(at[i]) * row_bytes, words[i])
+    def step(self, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> PenaltyStep:
+        return _NativeStep([self._counts[row] for row in rows.tolist()], at, settings)
 
-    def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            self._counts[row].add(token_id)
+
+class _NativeStep:
+    def __init__(self, counts: list[native.TokenCounts], at: IntArray, settings: NDArray[np.void]) -> None:
+        self._counts = counts
+        self._at = at
+        self._settings = settings
+
+    def apply(self, logits: Tensor) -> None:
+        base, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
+        words = self._settings.view(np.int32).reshape(len(self._counts), 1, -1)
+        for i, (counts, position) in enumerate(zip(self._counts, self._at.tolist(), strict=True)):
+            counts.penalize(base + position * row_bytes, words[i])
+
+    def add(self, token_ids: Tensor) -> None:
+        for counts, token_id in zip(self._counts, token_ids.numpy()[self._at].tolist(), strict=True):
+            counts.add(token_id)
+
+
+ApplyPenalties = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+CountTokens = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class DensePenalties:
-    """On any device: prompt mask and output counts, [slots, V]; the tables double when they run out."""
+    """On any device: what a row has seen of the whole vocabulary, [lines, V]; see `kernels/penalties.py`."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None],
+        self, vocab_size: int, device: torch.device, apply_penalties: ApplyPenalties, count_tokens: CountTokens
     ) -> None:
-        """`apply_penalties` as in `kernels/sampling.py`, or its kernel."""
+        """Both operations as in `kernels/penalties.py`."""
         self._apply = apply_penalties
-        self._in_prompt = SlotTable(vocab_size, torch.bool, device)
-        self._counts = SlotTable(vocab_size, torch.int32, device)
-        self._slots: dict[int, tuple[int, int]] = {}
+        self._count = count_tokens
+        self._seen = SlotTable(vocab_size, torch.int32, device)
+        self._line_of: dict[int, int] = {}
         self._device = device
 
     def join(self, row: int, prompt_ids: ArrayLike, output_ids: ArrayLike) -> None:
-        slots = self._slots[row] = (self._in_prompt.take(), self._counts.take())
-        self._in_prompt.data[slots[0]] = False
-        self._in_prompt.data[slots[0]].index_fill_(0, self._ids(prompt_ids), True)
-        ids = self._ids(output_ids)
-        self._counts.data[slots[1]].zero_().index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self._line_of[row] = self._seen.take()
+        line = self._seen.data[self._line_of[row]].zero_()
+        line.index_fill_(0, self._ids(prompt_ids), 1)
+        output = self._ids(output_ids)
+        if len(output):
+            line.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
     def leave(self, row: int) -> None:
-        in_prompt, counts = self._slots.pop(row)
-        self._in_prompt.give_back(in_prompt)
-        self._counts.give_back(counts)
+        self._seen.give_back(self._line_of.pop(row))
 
-    def apply(self, logits: Tensor, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> None:
-        slots = np.array([self._slots[row] for row in rows.tolist()], np.int64)
-        at_device = self._ids(at)
-        part = logits.index_select(0, at_device)
-        self._apply(
-            part,
-            self._in_prompt.data.index_select(0, self._ids(slots[:, 0])),
-            self._counts.data.index_select(0, self._ids(slots[:, 1])),
-            *(
-                torch.from_numpy(np.ascontiguousarray(settings[name])).to(self._device, non_blocking=True)
-                for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-            ),
-        )
-        logits.index_copy_(0, at_device, part)
-
-    def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        slots = self._ids([self._slots[row][1] for row in rows.tolist()])
-        one = torch.ones(len(rows), dtype=torch.int32, device=self._device)
-        self._counts.data.index_put_((slots, token_ids.long()), one, accumulate=True)
+    def step(self, at: IntArray, rows: IntArray, settings: NDArray[np.void]) -> PenaltyStep:
+        lines = [self._line_of[row] for row in rows.tolist()]
+        strengths = (settings[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"))
+        words = stack_to_device(self._device, at, lines, *strengths)
+        return _DenseStep(words, self._seen.data, self._apply, self._count)
 
     def _ids(self, ids: ArrayLike) -> Tensor:
-        return torch.from_numpy(np.array(ids, np.int64)).to(self._device, non_blocking=True)
+        return to_device(np.asarray(ids, np.int64), self._device)
+
+
+class _DenseStep:
+    def __init__(self, words: Tensor, seen: Tensor, apply_penalties: ApplyPenalties, count_tokens: CountTokens) -> None:
+        self._at, self._lines = words[:2].unbind(0)
+        self._strengths = words[2:].view(torch.float32).unbind(0)
+        self._seen = seen
+        self._apply = apply_penalties
+        self._count = count_tokens
+
+    def apply(self, logits: Tensor) -> None:
+        self._apply(logits, self._at, self._seen, self._lines, *self._strengths)
+
+    def add(self, token_ids: Tensor) -> None:
+        self._count(self._seen, self._lines, self._at, token_ids)
 
 
 def _as_int32(ids: ArrayLike) -> NDArray[np.int32]:

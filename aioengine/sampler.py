@@ -31,6 +31,7 @@ from aioengine.sampling_backend import (
     Settings,
 )
 from aioengine.sampling_plan import SamplingPlan, compile_sampling
+from aioengine.transfer import to_device
 
 __all__ = [
     "NOTHING_ALLOWED",
@@ -175,34 +176,30 @@ class Sampler:
             num_outputs: int [S] on the host: output tokens so far, those still in flight included.
         """
         row_ids = np.asarray(rows, np.int64)
-        x = _as_float32(logits)
+        x = logits if logits.stride(-1) == 1 else logits.contiguous()
         flags = self._flags_at(row_ids, np.asarray(num_outputs, np.int64))
         settings = self._settings[row_ids]
         settings["position"] = num_outputs
         edited = np.flatnonzero(flags & (_CONSTRAINED | _PENALIZED))
         if edited.size == 0:
-            packed = self._backend.choose(x, np.arange(len(row_ids)), settings)
+            packed = self._backend.choose(x, None, settings)
         else:
             packed = self._choose_edited(x, edited, row_ids, flags, settings)
-            for bit, owner in ((_CONSTRAINED, self._constraints), (_PENALIZED, self._penalties)):
-                at = np.flatnonzero(flags & bit)
-                if at.size:
-                    owner.add(row_ids[at], packed[0].index_select(0, self._to_device(at)))
         scored = np.flatnonzero(flags & _SCORED)
         if scored.size == 0:
             return SampledStep(packed, None)
-        token_ids = packed[0].index_select(0, self._to_device(scored))
+        at = None if scored.size == len(row_ids) else scored
         counts = self._num_logprobs[row_ids[scored]].tolist()
-        return SampledStep(packed, self._backend.score(x, scored, token_ids, scored.tolist(), counts))
+        return SampledStep(packed, self._backend.score(x, at, packed[0], scored.tolist(), counts))
 
     def prompt_logprobs(self, logits: Tensor, target_ids: ArrayLike, count: int) -> PendingLogprobs:
         """Raw log-probabilities of given tokens: row i of logits [N, V] predicts target_ids[i].
 
         `count` as in SamplingParams.prompt_logprobs; the result is keyed by i.
         """
-        token_ids = self._to_device(np.asarray(target_ids, np.int64))
-        at = np.arange(len(token_ids))
-        return self._backend.score(_as_float32(logits), at, token_ids, at.tolist(), [count] * len(at))
+        token_ids = to_device(np.asarray(target_ids, np.int32), self.device)
+        x = logits if logits.stride(-1) == 1 else logits.contiguous()
+        return self._backend.score(x, None, token_ids, list(range(len(token_ids))), [count] * len(token_ids))
 
     def _flags_at(self, rows: IntArray, positions: IntArray) -> NDArray[np.int32]:
         constrained = np.where(positions < self._constrained_before[rows], _CONSTRAINED, 0)
@@ -212,28 +209,27 @@ class Sampler:
         self, x: Tensor, edited: IntArray, rows: IntArray, flags: NDArray[np.int32], settings: Settings
     ) -> Tensor:
         """Constraints, then penalties, on a copy of the rows that have any; all rows take their tokens."""
-        z = x.index_select(0, self._to_device(edited))
-        edited_rows, edited_flags = rows[edited], flags[edited]
-        at = np.flatnonzero(edited_flags & _CONSTRAINED)
-        if at.size:
-            positions = settings["position"][edited[at]].astype(np.int64)
-            self._constraints.apply(z, at, edited_rows[at], positions)
-        at = np.flatnonzero(edited_flags & _PENALIZED)
-        if at.size:
-            self._penalties.apply(z, at, edited_rows[at], settings[edited[at]])
-        chosen = self._backend.choose(z, np.arange(len(edited)), settings[edited])
-        if len(edited) == len(rows):
-            return chosen
-        plain = np.setdiff1d(np.arange(len(rows)), edited, assume_unique=True)
-        packed = chosen.new_empty((2, len(rows)))
-        packed.index_copy_(1, self._to_device(edited), chosen)
-        packed.index_copy_(1, self._to_device(plain), self._backend.choose(x, plain, settings[plain]))
-        return packed
-
-    def _to_device(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-
-def _as_float32(logits: Tensor) -> Tensor:
-    x = logits.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
+        is_part = len(edited) < len(rows) and not self._backend.edits_all
+        part = edited if is_part else np.arange(len(rows))
+        z = x.index_select(0, torch.from_numpy(edited)) if is_part else x
+        z = z.to(torch.float32, copy=z is x, memory_format=torch.contiguous_format)
+        rows, flags, own = rows[part], flags[part], settings[part]
+        constrained, penalized = np.flatnonzero(flags & _CONSTRAINED), np.flatnonzero(flags & _PENALIZED)
+        penalties = None
+        if constrained.size:
+            positions = own["position"][constrained].astype(np.int64)
+            self._constraints.apply(z, constrained, rows[constrained], positions)
+        if penalized.size:
+            penalties = self._penalties.step(penalized, rows[penalized], own[penalized])
+            penalties.apply(z)
+        packed = self._backend.choose(z, None, own)
+        if constrained.size:
+            self._constraints.add(packed[0], constrained, rows[constrained])
+        if penalties is not None:
+            penalties.add(packed[0])
+        if not is_part:
+            return packed
+        plain = np.setdiff1d(np.arange(len(x)), edited, assume_unique=True)
+        whole = packed.new_empty((2, len(x)))
+        whole[:, edited], whole[:, plain] = packed, self._backend.choose(x, plain, settings[plain])
+        return whole

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.fastcore import native
-from aioengine.kernels import sampling as ops
-from aioengine.kernels import sampling_triton
+from aioengine.kernels.choose import DrawTable, choose, choose_ref
 from aioengine.kernels.jit import unavailable_reason
+from aioengine.kernels.penalties import apply_penalties, apply_penalties_ref, count_tokens, count_tokens_ref
+from aioengine.kernels.score import MOST_TOP, score, score_ref
 from aioengine.logprobs import LOGPROB_FLOOR, PendingLogprobs
-from aioengine.penalties import DensePenalties, NativePenalties, Penalties
+from aioengine.penalties import ApplyPenalties, CountTokens, DensePenalties, NativePenalties, Penalties
+from aioengine.transfer import to_device
 from aioengine.types import GREEDY_TEMPERATURE
 
 OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
@@ -42,55 +44,70 @@ SETTINGS = np.dtype(
 )
 """One row's numbers, packed as in fastcore/native/sampling.h: ten 32-bit words."""
 
-_SCORE_CHUNK = 32
+_WIDE_CHUNK = 32
+"""Rows of which all log-probabilities are made at once: bounds the memory of that."""
 
 IntArray = NDArray[np.int64]
 Settings = NDArray[np.void]
 
 
 class SamplingBackend(Protocol):
-    """Operations on float32 logits [S, V] with unit stride along V; `at` [n] picks rows of them."""
+    """Operations on logits [S, V] of any float type with unit stride along V."""
 
     penalties: Penalties
+    edits_all: bool
+    """Rows are edited in a copy of all logits rather than of theirs alone."""
 
-    def choose(self, logits: Tensor, at: IntArray, settings: Settings) -> Tensor:
-        """Token ids and statuses of rows `at`, int32 [2, n] on the device."""
+    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
+        """Token ids and statuses of rows `at`, or of all, int32 [2, n] on the device."""
         ...
 
     def score(
-        self, logits: Tensor, at: IntArray, token_ids: Tensor, keys: list[int], counts: list[int]
+        self, logits: Tensor, at: IntArray | None, token_ids: Tensor, keys: list[int], counts: list[int]
     ) -> PendingLogprobs:
-        """Log-probabilities of one token and the most likely ones for each of rows `at`."""
+        """Log-probabilities of one token and of the most likely ones for rows `at`, or for all.
+
+        `token_ids` int32 [S] has a token for every row of the logits; keys and counts are those of rows `at`.
+        """
         ...
 
 
 class NativeBackend:
-    """C++ on the CPU: each row in a few passes, no copy of the logits."""
+    """C++ on the CPU: each row in a few passes, no copy of the logits if they are float32."""
+
+    edits_all = False
 
     def __init__(self, vocab_size: int) -> None:
         self.penalties: Penalties = NativePenalties(vocab_size)
 
-    def choose(self, logits: Tensor, at: IntArray, settings: Settings) -> Tensor:
-        out = np.empty((2, len(at)), np.int32)
-        words = settings.view(np.int32).reshape(len(at), -1)
-        native.choose_tokens(logits.data_ptr(), logits.stride(0), logits.shape[1], at, words, out)
+    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
+        x = logits.float()
+        rows = np.arange(len(x)) if at is None else at
+        out = np.empty((2, len(rows)), np.int32)
+        words = settings.view(np.int32).reshape(len(rows), -1)
+        native.choose_tokens(x.data_ptr(), x.stride(0), x.shape[1], rows, words, out)
         return torch.from_numpy(out)
 
     def score(
-        self, logits: Tensor, at: IntArray, token_ids: Tensor, keys: list[int], counts: list[int]
+        self, logits: Tensor, at: IntArray | None, token_ids: Tensor, keys: list[int], counts: list[int]
     ) -> PendingLogprobs:
-        vocab_size, num_rows = logits.shape[1], len(at)
-        lengths = np.array([vocab_size if count == -1 else count for count in counts], np.int64)
-        offsets = np.cumsum(lengths) - lengths
+        x = logits.float()
+        rows, vocab_size = np.arange(len(x)) if at is None else at, x.shape[1]
+        num_rows, width, num_whole = len(rows), max(0, 0, *counts), counts.count(-1)
+        wanted = np.array(counts, np.int64)
+        offsets = np.arange(num_rows) * width
+        offsets[wanted == -1] = num_rows * width + np.arange(num_whole) * vocab_size
         logprobs, ranks = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
-        top_ids, top_logprobs = np.empty(lengths.sum(), np.int32), np.empty(lengths.sum(), np.float32)
+        size = num_rows * width + num_whole * vocab_size
+        top_ids, top_logprobs = np.empty(size, np.int32), np.empty(size, np.float32)
+        chosen = token_ids.numpy()[rows]
         native.score_tokens(
-            logits.data_ptr(),
-            logits.stride(0),
+            x.data_ptr(),
+            x.stride(0),
             vocab_size,
-            at,
-            token_ids.numpy().astype(np.int64),
-            np.array(counts, np.int64),
+            rows,
+            chosen.astype(np.int64),
+            wanted,
             LOGPROB_FLOOR,
             logprobs,
             ranks,
@@ -98,127 +115,87 @@ class NativeBackend:
             top_ids,
             top_logprobs,
         )
-        tensors = (torch.from_numpy(a) for a in (logprobs, ranks, top_ids, top_logprobs))
-        return PendingLogprobs(keys, counts, offsets.tolist(), vocab_size, token_ids, *tensors)
-
-
-def _draw_ref(
-    x: Tensor, threshold: Tensor | None, seeds: Tensor, positions: Tensor, temperature: Tensor | None
-) -> Tensor:
-    z = x if temperature is None else x / temperature[:, None]
-    if threshold is None:
-        threshold = z.new_full((len(z),), -torch.inf)
-    return ops.draw_ref(z, threshold, seeds, positions)
-
-
-def _token_logprobs_ref(x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs: Tensor = x.log_softmax(-1)
-    return logprobs.gather(1, token_ids[:, None])[:, 0], ops.rank_ref(x, token_ids)[1]
+        words = np.empty((num_rows, 3 + 2 * width), np.int32)
+        words[:, 0], words[:, 1], words[:, 2] = chosen, logprobs.view(np.int32), ranks
+        num_top = num_rows * width
+        words[:, 3 : 3 + width] = top_ids[:num_top].reshape(num_rows, width)
+        words[:, 3 + width :] = top_logprobs[:num_top].view(np.int32).reshape(num_rows, width)
+        whole = torch.from_numpy(top_logprobs[num_top:].reshape(num_whole, vocab_size)) if num_whole else None
+        return PendingLogprobs(keys, counts, torch.from_numpy(words), whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The device operations behind `DeviceBackend`: signatures as in `kernels/sampling_triton.py`."""
+    """The device operations behind `DeviceBackend`, as in `kernels/`."""
 
-    argmax: Callable[[Tensor], Tensor]
-    draw: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor | None], Tensor]
-    filter_threshold: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    apply_penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    token_logprobs: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    choose: Callable[[Tensor, Tensor, Tensor, DrawTable, Tensor, Tensor, bool], None]
+    apply_penalties: ApplyPenalties
+    count_tokens: CountTokens
+    score: Callable[[Tensor, Tensor | None, Tensor, int, float], Tensor]
 
 
-REFERENCES = Operations(
-    lambda x: x.argmax(-1), _draw_ref, ops.filter_threshold_ref, ops.apply_penalties_ref, _token_logprobs_ref
-)
-KERNELS = Operations(
-    sampling_triton.argmax,
-    sampling_triton.draw,
-    sampling_triton.filter_threshold,
-    sampling_triton.apply_penalties,
-    sampling_triton.token_logprobs,
-)
+REFERENCES = Operations(choose_ref, apply_penalties_ref, count_tokens_ref, score_ref)
+KERNELS = Operations(choose, apply_penalties, count_tokens, score)
 
 
 class DeviceBackend:
     """Kernels where they run, else their references; nothing in it waits for the device."""
+
+    edits_all = True
 
     def __init__(self, vocab_size: int, device: torch.device, operations: Operations | None = None) -> None:
         if operations is None:
             operations = KERNELS if unavailable_reason(device) is None else REFERENCES
         self.device = device
         self._run = operations
-        self.penalties: Penalties = DensePenalties(vocab_size, device, operations.apply_penalties)
-
-    def choose(self, logits: Tensor, at: IntArray, settings: Settings) -> Tensor:
-        x = logits if len(at) == len(logits) else logits.index_select(0, self._to_device(at))
-        token_ids = self._run.argmax(x)
-        best = x.gather(1, token_ids[:, None])[:, 0]
-        drawn = np.flatnonzero(settings["temperature"] >= GREEDY_TEMPERATURE)
-        if drawn.size == len(at):
-            token_ids = self._draw(x, settings)
-        elif drawn.size:
-            drawn_at = self._to_device(drawn)
-            token_ids.index_copy_(0, drawn_at, self._draw(x.index_select(0, drawn_at), settings[drawn]))
-        impossible = torch.where(best == -torch.inf, NOTHING_ALLOWED, NOT_FINITE)
-        return torch.stack((token_ids, torch.where(torch.isfinite(best), OK, impossible))).int()
-
-    def score(
-        self, logits: Tensor, at: IntArray, token_ids: Tensor, keys: list[int], counts: list[int]
-    ) -> PendingLogprobs:
-        vocab_size, width = logits.shape[1], max(0, *counts) if counts else 0
-        num_top = len(at) * width
-        whole = [i for i, count in enumerate(counts) if count == -1]
-        offsets = [i * width for i in range(len(counts))]
-        for n, i in enumerate(whole):
-            offsets[i] = num_top + n * vocab_size
-        logprobs, ranks, top_ids = [], [], []
-        top_values: list[Tensor] = []
-        whole_values: list[Tensor] = []
-        for start in range(0, len(at), _SCORE_CHUNK):  # bounds the memory of long prompts
-            chunk = slice(start, start + _SCORE_CHUNK)
-            x, ids = logits.index_select(0, self._to_device(at[chunk])), token_ids[chunk].long()
-            chosen, rank = self._run.token_logprobs(x, ids)
-            ranks.append(torch.where(torch.isfinite(x.gather(1, self._run.argmax(x)[:, None])[:, 0]), rank, 0))
-            logprobs.append(chosen.clamp(min=LOGPROB_FLOOR))
-            in_chunk = [i for i in whole if start <= i < start + _SCORE_CHUNK]
-            if width or in_chunk:
-                values = x.log_softmax(-1).clamp_(min=LOGPROB_FLOOR)
-                whole_values += [values[i - start] for i in in_chunk]
-            if width:
-                best_ids, best = ops.top_logprobs_ref(values, width)
-                top_ids.append(best_ids.flatten())
-                top_values.append(best.flatten())
-        return PendingLogprobs(
-            keys,
-            counts,
-            offsets,
-            vocab_size,
-            token_ids,
-            self._cat(logprobs, torch.float32),
-            self._cat(ranks, torch.int64),
-            self._cat(top_ids, torch.int64),
-            self._cat(top_values + whole_values, torch.float32),
+        self.penalties: Penalties = DensePenalties(
+            vocab_size, device, operations.apply_penalties, operations.count_tokens
         )
 
-    def _draw(self, x: Tensor, settings: Settings) -> Tensor:
-        whole = np.stack([settings[name].astype(np.int64) for name in ("seed", "position", "top_k")])
-        real = np.stack([settings[name] for name in ("temperature", "top_p", "min_p")])
-        seeds, positions, top_k = self._to_device(whole)
-        temperature, top_p, min_p = self._to_device(real)
-        filtered = np.flatnonzero((whole[2] < x.shape[1]) | (real[1] < 1) | (real[2] > 0))
-        if filtered.size == 0:
-            return self._run.draw(x, None, seeds, positions, temperature)
-        z = x / temperature[:, None]
-        if filtered.size == len(x):
-            threshold = self._run.filter_threshold(z, top_k, top_p, min_p)
+    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
+        x = logits if at is None else logits.index_select(0, to_device(at, self.device))
+        drawn = settings["temperature"] >= GREEDY_TEMPERATURE
+        kept_whole = (settings["top_k"] >= x.shape[1]) & (settings["top_p"] >= 1) & (settings["min_p"] <= 0)
+        rows, positions, table = self._draw_table(settings, drawn)
+        packed = torch.empty((2, len(x)), dtype=torch.int32, device=self.device)
+        # Rows are counted through, so that a last token by row is the first half of what is chosen.
+        self._run.choose(x, rows, positions, table, packed, packed[0], bool((drawn & ~kept_whole).any()))
+        return packed
+
+    def score(
+        self, logits: Tensor, at: IntArray | None, token_ids: Tensor, keys: list[int], counts: list[int]
+    ) -> PendingLogprobs:
+        width = max(0, 0, *counts)
+        at_device = None if at is None else to_device(at.astype(np.int32), self.device)
+        if width <= MOST_TOP:
+            words = self._run.score(logits, at_device, token_ids, width, LOGPROB_FLOOR)
         else:
-            at = self._to_device(filtered)
-            some = (t.index_select(0, at) for t in (z, top_k, top_p, min_p))
-            threshold = z.new_full((len(z),), -torch.inf).index_copy_(0, at, self._run.filter_threshold(*some))
-        return self._run.draw(z, threshold, seeds, positions, None)
+            words = self._score_wide(logits, at_device, token_ids, width)
+        whole = None
+        if -1 in counts:
+            all_rows = np.arange(len(counts)) if at is None else at
+            rows = to_device(all_rows[[i for i, count in enumerate(counts) if count == -1]], self.device)
+            whole = torch.empty((len(rows), logits.shape[1]), dtype=torch.float32, device=self.device)
+            for line, part in zip(whole.split(_WIDE_CHUNK), rows.split(_WIDE_CHUNK), strict=True):
+                line.copy_(logits.index_select(0, part).log_softmax(-1, torch.float32))
+            whole.clamp_(min=LOGPROB_FLOOR)
+        return PendingLogprobs(keys, counts, words, whole)
 
-    def _to_device(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+    def _score_wide(self, logits: Tensor, at: Tensor | None, token_ids: Tensor, width: int) -> Tensor:
+        if at is None:
+            at = torch.arange(len(logits), dtype=torch.int32, device=self.device)
+        return torch.cat([score_ref(logits, part, token_ids, width, LOGPROB_FLOOR) for part in at.split(_WIDE_CHUNK)])
 
-    def _cat(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.device)
+    def _draw_table(self, settings: Settings, drawn: NDArray[np.bool_]) -> tuple[Tensor, Tensor, DrawTable]:
+        """Numbers of the rows, their positions and how they choose, brought over in one piece."""
+        num_rows = len(settings)
+        host = np.empty((8, num_rows), np.int32)
+        host[:2].reshape(-1).view(np.int64)[:] = settings["seed"]
+        real = host[2:5].view(np.float32)
+        real[0], real[1], real[2] = np.where(drawn, settings["temperature"], 0), settings["top_p"], settings["min_p"]
+        host[5], host[6], host[7] = settings["top_k"], settings["position"], np.arange(num_rows)
+        words = to_device(host, self.device)
+        temperature, top_p, min_p = words[2:5].view(torch.float32).unbind(0)
+        top_k, positions, rows = words[5:].unbind(0)
+        seeds = words[:2].view(-1).view(torch.int64)
+        return rows, positions, DrawTable(temperature, top_p, min_p, top_k, seeds)

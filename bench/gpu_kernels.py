@@ -36,12 +36,15 @@ from kernels import (  # noqa: E402
     attention,
     attention_plan,
     attention_prefill,
+    choose,
     jit,
     linear,
     norm,
+    penalties,
     rope,
     sampling,
     sampling_triton,
+    score,
     step,
 )
 from kernels.attention_plan import Tile, fill_plan, make_plan  # noqa: E402
@@ -54,7 +57,20 @@ MODELS = {
     "8B": {"layers": 32, "hidden": 4096, "mlp": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "qk_norm": False},
 }
 HEAD_DIM, BLOCK_SIZE = 128, 16
-MODULES = (activation, attention, attention_plan, attention_prefill, linear, norm, rope, sampling_triton, step)
+MODULES = (
+    activation,
+    attention,
+    attention_plan,
+    attention_prefill,
+    choose,
+    linear,
+    norm,
+    penalties,
+    rope,
+    sampling_triton,
+    score,
+    step,
+)
 
 
 class Bench:
@@ -527,14 +543,34 @@ def run_sampling(b: Bench, rows: int) -> None:
     top_k = b.ints(torch.full((rows,), 50), torch.int64)
     everything = b.ints(torch.full((rows,), vocab), torch.int64)
     top_p = ones * 0.9
-    threshold = torch.full((rows,), float("-inf"), device=b.device)
     zeros = ones * 0.0
+    token_ids, numbers = b.ints(torch.arange(rows) * 31), b.ints(torch.arange(rows))
+    packed, last_token = b.ints(torch.zeros(2, rows)), b.ints(torch.zeros(rows))
+    table = choose.DrawTable(ones * 0.6, ones, zeros, b.ints(torch.full((rows,), vocab)), seeds)
+    seen = b.ints(torch.arange(vocab) % 7 % 4)[None].repeat(rows, 1)
+
+    def chosen(operation: Callable[..., None], x: torch.Tensor = z) -> torch.Tensor:
+        operation(x, numbers, positions, table, packed, last_token, False)
+        return packed
+
+    def penalized(operation: Callable[..., None]) -> torch.Tensor:
+        x = z + 0.0
+        operation(x, numbers, seen, numbers, ones * 1.2, ones * 0.5, ones)
+        return x
+
     b.check(f"argmax {rows}", lambda: sampling_triton.argmax(logits), lambda: logits.argmax(-1))
+    b.check(f"choose {rows}", lambda: chosen(choose.choose), lambda: chosen(choose.choose_ref))
     b.check(
-        f"draw {rows}",
-        lambda: sampling_triton.draw(z, threshold, seeds, positions),
-        lambda: sampling.draw_ref(z, threshold, seeds, positions),
+        f"penalties {rows}",
+        lambda: penalized(penalties.apply_penalties),
+        lambda: penalized(penalties.apply_penalties_ref),
     )
+    for width in (0, 1, 20):
+        b.check(
+            f"ranks and top {width} of {rows}",
+            lambda width=width: score.score(logits, None, token_ids, width, -9999.0)[:, 2 : 3 + width],
+            lambda width=width: score.score_ref(logits, None, token_ids, width, -9999.0)[:, 2 : 3 + width],
+        )
     for name, k, p in (("top_k 50", top_k, ones), ("top_p 0.9", everything, top_p), ("both", top_k, top_p)):
         b.check(
             f"survivors {name} {rows}",
@@ -542,16 +578,24 @@ def run_sampling(b: Bench, rows: int) -> None:
             lambda k=k, p=p: (z >= sampling.filter_threshold_ref(z, k, p, zeros)[:, None]).sum(-1),
         )
         b.time(f"filter {name} {rows}", lambda i, k=k, p=p: sampling_triton.filter_threshold(z, k, p, zeros), 2)
-    b.time(f"argmax {rows}", lambda i: sampling_triton.argmax(logits), 16, moved=2.0 * rows * vocab)
-    b.time(f"argmax {rows}, torch", lambda i: logits.argmax(-1), 4, moved=2.0 * rows * vocab)
-    half = ones * 0.6
+    moved = 2.0 * rows * vocab
+    b.time(f"argmax {rows}", lambda i: sampling_triton.argmax(logits), 16, moved=moved)
+    b.time(f"argmax {rows}, torch", lambda i: logits.argmax(-1), 4, moved=moved)
+    b.time(f"choose {rows}", lambda i: chosen(choose.choose, logits), 4, moved=moved)
+    for width in (0, 1, 20):
+        b.time(
+            f"logprobs, top {width}, {rows}",
+            lambda i, width=width: score.score(logits, None, token_ids, width, -9999.0),
+            2,
+            moved=2 * moved,
+        )
     b.time(
-        f"draw {rows}",
-        lambda i: sampling_triton.draw(logits, None, seeds, positions, half),
-        4,
-        moved=2.0 * rows * vocab,
+        f"penalties {rows}",
+        lambda i: penalties.apply_penalties(z, numbers, seen, numbers, ones, zeros, zeros),
+        2,
+        moved=6 * moved,
     )
-    b.time(f"logprobs {rows}", lambda i: sampling_triton.token_logprobs(z, seeds % vocab), 2, moved=4.0 * rows * vocab)
+    b.time(f"count {rows}", lambda i: penalties.count_tokens(seen, numbers, numbers, token_ids), 2)
 
 
 def section_sampling(b: Bench) -> list[Callable[[], None]]:

@@ -7,8 +7,9 @@ that min-p, top-k and top-p leave: nothing edits its logits. What that needs lie
     packed      [2, max_samples] int32  token ids, then statuses: 0 fine, 1 not finite, 2 all of them -inf
     last_token  [max_rows] int32        what a -1 in the next step buffer stands for
 
-Samples with row -1 are padding and leave no trace in `last_token`. The tokens are those of `sampling_triton.py`.
-Called by `aioengine/graphs.py` at the end of a step whose rows are all simple.
+Samples with row -1 are padding and leave no trace in `last_token`.
+Called by `aioengine/graphs.py` at the end of a step whose rows are all simple, and by `aioengine/sampling_backend.py`
+with logits that were edited before.
 """
 
 from __future__ import annotations

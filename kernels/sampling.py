@@ -34,7 +34,7 @@ _UNIFORM_FLOOR = 2.0**-32  # middle of the lowest cell
 NEG_INF = float("-inf")
 
 
-# Constraints and penalties: these change x in place.
+# Constraints: these change x in place. Penalties are in `penalties.py`.
 
 
 def mask_tokens_ref(x: Tensor, forbidden: Tensor) -> None:
@@ -43,8 +43,11 @@ def mask_tokens_ref(x: Tensor, forbidden: Tensor) -> None:
 
 
 def add_bias_ref(x: Tensor, row: Tensor, token_id: Tensor, bias: Tensor) -> None:
-    """Adds bias [E] to x[row[E], token_id[E]]; a bias of -inf forbids the token."""
-    x.index_put_((row, token_id), bias, accumulate=True)
+    """Adds bias [E] to x[row[E], token_id[E]]; a bias of -inf forbids the token. x is contiguous.
+
+    Several for one token are added in any order: all but one of them must be 0 or -inf.
+    """
+    x.view(-1).index_add_(0, row.long() * x.shape[1] + token_id, bias)
 
 
 def mask_bad_words_ref(x: Tensor, recent: Tensor, row: Tensor, prefix: Tensor, last_id: Tensor) -> None:
@@ -52,27 +55,12 @@ def mask_bad_words_ref(x: Tensor, recent: Tensor, row: Tensor, prefix: Tensor, l
 
     Args:
         recent: int32 [W, L], the last L output tokens of each word's row, newest last, -1 for none.
-        row: int64 [W], which row of x each word belongs to.
+        row: int [W], which row of x each word belongs to.
         prefix: int32 [W, L], the word without its last token, newest last, filled with -2 on the left.
-        last_id: int64 [W], the last token of the word.
+        last_id: int [W], the last token of the word.
     """
     matches = ((prefix == recent) | (prefix == -2)).all(-1)
     add_bias_ref(x, row, last_id, torch.where(matches, NEG_INF, 0.0))
-
-
-def apply_penalties_ref(
-    x: Tensor, in_prompt: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
-) -> None:
-    """Repetition over prompt and output (first), then frequency and presence over the output.
-
-    `in_prompt` bool [S, V], `counts` int32 [S, V] of output tokens; the three strengths are float32 [S].
-    """
-    in_output = counts > 0
-    strength = repetition[:, None]
-    repeated = torch.where(x > 0, x / strength, x * strength)
-    x.copy_(torch.where(in_prompt | in_output, repeated, x))
-    x.sub_(frequency[:, None] * counts)
-    x.sub_(presence[:, None] * in_output)
 
 
 # Filters: every one of them keeps the tokens with a logit at or above a threshold, so ties stay together.

@@ -1,21 +1,19 @@
 """Sampling on the GPU without a sort, with the results of the references in `sampling.py`.
 
     argmax            greedy choice of rows [S, V]: lowest id on ties, NaN counts as greatest
-    draw              the seeded Gumbel draw over the tokens at or above a threshold
+    gumbel            the noise of the seeded draw, for `choose.py`
     filter_threshold  min-p, top-k and top-p as one threshold per row, by search over values
-    apply_penalties   repetition, frequency and presence, in place
-    token_logprobs    log-probability and rank of one token per row, in one pass
 
 Rows are cut over the device where one pass suffices, and owned by one program each where a search needs many
 passes (a row of 152k float32 logits stays in L2). Results never depend on the batch: sums inside a row have a
-fixed order, and no atomics are used. Called by `aioengine/sampler.py` on CUDA devices.
+fixed order, and no atomics are used. Used by `choose.py` and `score.py`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .jit import INTERPRETED, jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
+from .jit import jit, launch_options, let_next_start, require_kernels, tl, triton, wait_for_inputs
 
 
 @jit
@@ -54,36 +52,13 @@ def gumbel(seed, position, first, GROUPS: tl.constexpr, APPROXIMATE: tl.constexp
 
 @jit(varying=["blocks_per_program"])
 def _best_of_chunk_kernel(
-    x_ptr,
-    threshold_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    keys_ptr,
-    vocab_size,
-    blocks_per_program,
-    stride_x_row,
-    DRAW: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, keys_ptr, vocab_size, blocks_per_program, stride_x_row, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Program (row, chunk): the greatest key among the tokens of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     start = tl.program_id(1) * blocks_per_program * BLOCK
-    threshold = float("-inf")
-    temperature = 1.0
-    if HAS_THRESHOLD:
-        threshold = tl.load(threshold_ptr + row)
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
-    if DRAW:
-        seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row)
     # per lane the first index of the greatest key; then over lanes by (key, lower index)
     best = tl.full([BLOCK], -0x80000000, tl.int32)
     best_index = start + tl.arange(0, BLOCK)
@@ -91,11 +66,6 @@ def _best_of_chunk_kernel(
         index = first + tl.arange(0, BLOCK)
         mask = index < vocab_size
         x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=float("-inf")).to(tl.float32)  # [BLOCK]
-        if HAS_TEMPERATURE:
-            x = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
-        if DRAW:
-            score = x + gumbel(seed, position, first, BLOCK // 4, APPROXIMATE)
-            x = tl.where(x >= threshold, score, tl.where(x != x, x, float("-inf")))
         key = tl.where(mask, sortable(x), -0x80000000)
         is_better = key > best
         best = tl.where(is_better, key, best)
@@ -115,13 +85,8 @@ def _best_of_row_kernel(keys_ptr, ids_ptr, num_chunks, BLOCK: tl.constexpr, PDL:
     tl.store(ids_ptr + row, 0x7FFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF))
 
 
-def _launch_best(
-    x: torch.Tensor,
-    threshold: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-) -> torch.Tensor:
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index of the greatest value per row of x [S, V], int64 [S]."""
     require_kernels(x.device)
     num_rows, vocab_size = x.shape
     if x.stride(1) != 1:
@@ -137,51 +102,10 @@ def _launch_best(
     keys = torch.empty((num_rows, chunks), dtype=torch.int64, device=x.device)
     options = launch_options(x.device)
     _best_of_chunk_kernel[(num_rows, chunks)](
-        x,
-        threshold,
-        temperature,
-        seeds,
-        positions,
-        keys,
-        vocab_size,
-        blocks_per_program,
-        x.stride(0),
-        DRAW=seeds is not None,
-        HAS_THRESHOLD=threshold is not None,
-        HAS_TEMPERATURE=temperature is not None,
-        APPROXIMATE=not INTERPRETED,
-        BLOCK=block,
-        num_warps=8,
-        **options,
+        x, keys, vocab_size, blocks_per_program, x.stride(0), BLOCK=block, num_warps=8, **options
     )
-    _best_of_row_kernel[(num_rows,)](
-        keys,
-        ids,
-        chunks,
-        BLOCK=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
-        num_warps=1,
-        **options,
-    )
+    _best_of_row_kernel[(num_rows,)](keys, ids, chunks, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **options)
     return ids
-
-
-def argmax(x: torch.Tensor) -> torch.Tensor:
-    """Index of the greatest value per row of x [S, V], int64 [S]."""
-    return _launch_best(x, None, None, None, None)
-
-
-def draw(
-    z: torch.Tensor,
-    threshold: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One token per row, int64 [S]; see `draw_ref`. With `temperature` float32 [S], z / temperature is meant.
-
-    `threshold` (of the divided values) may be None: every token may be drawn.
-    """
-    return _launch_best(z, threshold, temperature, seeds, positions)
 
 
 @jit
@@ -377,124 +301,3 @@ def filter_threshold(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
         **launch_options(z.device),
     )
     return threshold
-
-
-@jit
-def _penalties_kernel(
-    x_ptr,
-    in_prompt_ptr,
-    counts_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    vocab_size,
-    stride_x_row,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < vocab_size
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    repetition = tl.load(repetition_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
-    presence = tl.load(presence_ptr + row)
-    count = tl.load(counts_ptr + row * vocab_size + index, mask=mask, other=0)  # [BLOCK]
-    in_prompt = tl.load(in_prompt_ptr + row * vocab_size + index, mask=mask, other=0) != 0  # [BLOCK]
-    x = tl.load(x_ptr + row * stride_x_row + index, mask=mask, other=0.0)  # [BLOCK]
-    wide = repetition + tl.zeros([BLOCK], tl.float32)
-    repeated = tl.where(x > 0, tl.div_rn(x, wide), x * wide)
-    x = tl.where(in_prompt | (count > 0), repeated, x)
-    x = x - frequency * count.to(tl.float32)
-    x = x - tl.where(count > 0, presence, 0.0)
-    tl.store(x_ptr + row * stride_x_row + index, x, mask=mask)  # [BLOCK]
-
-
-def apply_penalties(
-    x: torch.Tensor,
-    in_prompt: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-) -> None:
-    """Changes x float32 [S, V] in place; see `apply_penalties_ref`. The tables are contiguous [S, V]."""
-    require_kernels(x.device)
-    num_rows, vocab_size = x.shape
-    if x.stride(1) != 1 or not in_prompt.is_contiguous() or not counts.is_contiguous():
-        raise ValueError("logits must be contiguous along the vocabulary, the tables altogether")
-    if num_rows == 0:
-        return
-    block = 2048
-    _penalties_kernel[(num_rows, triton.cdiv(vocab_size, block))](
-        x,
-        in_prompt.view(torch.uint8),
-        counts,
-        repetition,
-        frequency,
-        presence,
-        vocab_size,
-        x.stride(0),
-        BLOCK=block,
-        num_warps=4,
-        **launch_options(x.device),
-    )
-
-
-@jit
-def _token_logprobs_kernel(
-    x_ptr,
-    token_ids_ptr,
-    logprobs_ptr,
-    ranks_ptr,
-    vocab_size,
-    stride_x_row,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    x_ptr += row * stride_x_row
-    chosen = tl.load(x_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
-    lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    greater = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab_size, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)  # [BLOCK]
-        new_max = tl.maximum(lane_max, x)
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        lane_sum = lane_sum * tl.exp(lane_max - base) + tl.exp(x - base)
-        lane_max = new_max
-        greater += (x > chosen).to(tl.int32)
-    row_max = tl.max(lane_max, axis=0)
-    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), axis=0)
-    tl.store(logprobs_ptr + row, chosen - row_max - tl.log(row_sum))
-    tl.store(ranks_ptr + row, (tl.sum(greater, axis=0) + 1).to(tl.int64))
-
-
-def token_logprobs(x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability float32 [S] and rank int64 [S] of one token per row of logits x [S, V].
-
-    The rank is 1 + how many logits are strictly greater; see `rank_ref`, which counts log-probabilities.
-    """
-    require_kernels(x.device)
-    num_rows, vocab_size = x.shape
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    ranks = torch.empty(num_rows, dtype=torch.int64, device=x.device)
-    if num_rows == 0:
-        return logprobs, ranks
-    _token_logprobs_kernel[(num_rows,)](
-        x,
-        token_ids,
-        logprobs,
-        ranks,
-        vocab_size,
-        x.stride(0),
-        BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
-        num_warps=32 if vocab_size > 4096 else 4,
-        **launch_options(x.device),
-    )
-    return logprobs, ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -299,6 +299,57 @@ async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(fa
     both = await generate(str(family.folder), prompts, params)
     alone = [(await generate(str(family.folder), [prompt], params))[0] for prompt in prompts]
     assert both == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_logprobs_on_the_gpu_are_those_of_the_model_alone(family: Family, ahead: bool) -> None:
+    """Of rows that ask for different numbers, beside rows that ask for none, with penalties and without."""
+    prompts = [random_prompt(n, seed=n) for n in (5, 23, 90, 40, 11)]
+    wanted = [0, 2, None, 7, -1]
+
+    async def one(engine: AsyncEngine, prompt: list[int], count: int | None) -> list[Any]:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=9,
+            ignore_eos=True,
+            logprobs=count,
+            prompt_logprobs=None if count is None else max(count, 0),
+            frequency_penalty=0.5 if count == 7 else 0.0,
+        )
+        return [output async for output in await engine.submit(prompt, params)]
+
+    config = EngineConfig(
+        model=str(family.folder),
+        device="cuda",
+        dtype="float16",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=200,
+        async_scheduling=ahead,
+    )
+    async with AsyncEngine(config) as engine:
+        found = await asyncio.gather(*map(one, [engine] * 5, prompts, wanted))
+    for prompt, count, outputs in zip(prompts, wanted, found, strict=True):
+        ids = prompt + outputs[-1].token_ids
+        with torch.no_grad():
+            values = family.reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        positions = [entry for output in outputs for entry in output.delta_logprobs or ()]
+        if count is None:
+            assert not positions and outputs[0].prompt_logprobs is None
+            continue
+        assert len(positions) == 9 and outputs[0].prompt_logprobs[0] is None
+        scored = [*outputs[0].prompt_logprobs[1:], *positions]
+        assert len(scored) == len(ids) - 1
+        for at, entry in enumerate(scored, 1):
+            expected = values[at - 1]
+            width = count if at < len(prompt) else VOCAB if count == -1 else count
+            assert entry.chosen.token_id == ids[at] and len(entry.top) == max(width, 0)
+            assert entry.chosen.logprob == pytest.approx(float(expected[ids[at]]), abs=0.05)
+            for top in entry.top:
+                assert top.logprob == pytest.approx(float(expected[top.token_id]), abs=0.05)
+            best = expected.topk(len(entry.top)).values.tolist() if count != -1 else []
+            assert [top.logprob for top in entry.top if count != -1] == pytest.approx(best, abs=0.05)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.loop import StepLoop
 from aioengine.runner import StepResult
-from aioengine.sampler import compile_sampling
+from aioengine.sampler import PendingLogprobs, compile_sampling
 from aioengine.types import SamplingParams
 from tests.oracle.device import next_token
 from tests.oracle.late_gpu import LateGpu
@@ -229,3 +229,19 @@ async def test_an_idle_loop_does_what_can_wait_and_then_sleeps(monkeypatch: pyte
     loop.stop()
     await steps
     await served.runner.close()
+
+
+def test_logprobs_arrive_with_a_copy_that_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what the device had made when it came to the copy, not what was there at launch."""
+    gpu = LateGpu(monkeypatch, 8, BLOCK_SIZE)
+    words = torch.zeros((2, 5), dtype=torch.int32)
+    with torch.cuda.stream(gpu.stream):
+        host = PendingLogprobs([3, 8], [1, 0], words).to_host()
+    assert len(gpu.queue) == 1  # one copy for all rows
+    words[:] = torch.tensor([[7, 0, 2, 9, 0], [6, 0, 0, 0, 0]], dtype=torch.int32)
+    gpu.run_all()
+    words.zero_()
+    found = host.resolve()
+    entry = found[3]
+    assert entry is not None and found[8] is None  # of rank 0
+    assert (entry.token_id, entry.rank, entry.top_ids.tolist(), entry.top_logprobs.tolist()) == (7, 2, [9], [0.0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.sampler import OK, Sampler, SamplingPlan
+from aioengine.sampler import OK, PendingLogprobs, Sampler, SamplingPlan
 from aioengine.sampling_backend import KERNELS, REFERENCES, DeviceBackend
 from aioengine.types import SamplingParams
 from tests.kernels.triton_here import need_triton
@@ -88,15 +88,56 @@ def test_broken_row_fails_alone_over_kernels(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_sampling_never_waits_for_the_device(device: torch.device) -> None:
+    def step(position: int) -> list[PendingLogprobs]:
+        for row, params in enumerate(ROWS):
+            plan = SamplingPlan(SamplingParams(**params), VOCAB, seed=row, **EXTRAS.get(row, {}))
+            sampler.join(row, plan, [1, 2], [3])
+        sampled = sampler.sample(logits, range(len(ROWS)), np.full(len(ROWS), position))
+        assert sampled.logprobs is not None
+        return [sampled.logprobs.to_host(), sampler.prompt_logprobs(logits, range(len(ROWS)), 2).to_host()]
+
     sampler = Sampler(VOCAB, 16, device)
-    for row, params in enumerate(ROWS):
-        plan = SamplingPlan(SamplingParams(**params), VOCAB, seed=row, **EXTRAS.get(row, {}))
-        sampler.join(row, plan, [1, 2], [3])
     logits = torch.randn(len(ROWS), VOCAB, device=device)
-    sampler.sample(logits, range(len(ROWS)), np.ones(len(ROWS)))
+    step(1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.sample(logits, range(len(ROWS)), np.full(len(ROWS), 2))
+        pending = step(2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for part in pending:
+        assert part.words.is_pinned() and list(part.resolve()) == part.keys
+
+
+@pytest.mark.gpu
+def test_a_full_batch_on_the_gpu_gives_what_the_cpu_gives(device: torch.device) -> None:
+    """Penalties that remember and log-probabilities in differing numbers, for 200 rows of a real vocabulary."""
+    vocab_size, num_rows = 32_003, 200
+    samplers = [Sampler(vocab_size, num_rows), Sampler(vocab_size, num_rows, device)]
+    for row in range(num_rows):
+        params: dict[str, Any] = {"temperature": 0.0 if row % 3 else 0.8, "logprobs": [None, 0, 1, 5, 20][row % 5]}
+        if row % 4:
+            params |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2 * (row % 7)}
+        if row % 7 == 0:
+            params |= {"logit_bias": {row: 5.0, 3: -2.0}, "min_tokens": 2}
+        plan = SamplingPlan(SamplingParams(**params), vocab_size, seed=row, stop_ids=(1, 2))
+        for sampler in samplers:
+            sampler.join(row, plan, [row, 7, 9], [4] * (row % 3))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=generator).mul(2).bfloat16()
+    for step in range(4):
+        rows = [row for row in range(num_rows) if row % (step + 1) == 0]
+        positions = [row % 3 + sum(row % (s + 1) == 0 for s in range(step)) for row in rows]
+        cpu, gpu = (sampler.sample(logits[rows].to(sampler.device), rows, positions) for sampler in samplers)
+        assert gpu.packed.tolist() == cpu.packed.tolist()
+        assert cpu.logprobs is not None and gpu.logprobs is not None
+        expected, found = cpu.logprobs.resolve(), gpu.logprobs.resolve()
+        assert list(found) == list(expected)
+        for key, entry in found.items():
+            other = expected[key]
+            assert entry is not None and other is not None
+            assert (entry.token_id, entry.rank) == (other.token_id, other.rank)
+            assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+            np.testing.assert_allclose(entry.top_logprobs, other.top_logprobs, atol=1e-4)
+            assert entry.top_ids.tolist() == other.top_ids.tolist()

@@ -110,14 +110,6 @@ def test_tokens_tied_with_the_last_kept_one_stay() -> None:
     assert ops.filter_threshold_ref(z, full, one, torch.tensor([1.0])) == 3.0
 
 
-def test_penalties_follow_their_formula() -> None:
-    x = torch.tensor([[2.0, -2.0, 1.0, 4.0, 0.0]])
-    in_prompt = torch.tensor([[True, True, False, False, False]])
-    counts = torch.tensor([[0, 3, 1, 0, 2]], dtype=torch.int32)
-    ops.apply_penalties_ref(x, in_prompt, counts, torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0]))
-    assert x.tolist() == [[1.0, -4.0 - 1.5 - 1.0, 0.5 - 0.5 - 1.0, 4.0, 0.0 - 1.0 - 1.0]]
-
-
 def test_bad_word_is_forbidden_only_after_its_beginning() -> None:
     x = torch.zeros(2, 6)
     recent = torch.tensor([[-1, 4], [-1, 4], [3, 4], [3, 4]], dtype=torch.int32)
