@@ -7,6 +7,7 @@ step, so everything here happens in execution order on the thread that runs the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,8 @@ class HostStep:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionMetadata
+    attention: tuple[AttentionMetadata, ...]
+    """By group of layers."""
     sample_tokens: Ints
     """[N] which token of the step predicts the sample."""
     sample_rows: Ints
@@ -51,11 +53,17 @@ class HostStep:
 
 
 class HostRows:
-    """State of all rows that must survive from step to step."""
+    """State of all rows that must survive from step to step.
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+    Args:
+        max_blocks: most blocks of a row in the group with the smallest, which is the first.
+        block_sizes: by group of layers with a block table of their own.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_sizes: Sequence[int]) -> None:
+        self._block_sizes = tuple(block_sizes)
+        self._first_rows = np.arange(len(block_sizes), dtype=np.int32)[:, None] * np.int32(max_num_seqs)
+        self._block_table = np.zeros((len(block_sizes) * max_num_seqs, max_blocks), np.int32)
         self._last_token = np.zeros(max_num_seqs, np.int32)
 
     def unpack(self, buffer: Ints) -> HostStep:
@@ -83,15 +91,17 @@ class HostRows:
         computed = rows[:, layout.NUM_COMPUTED]
         seq_lens = computed + num_new
         max_query_len, max_seq_len = int(num_new.max()), int(seq_lens.max())
-        table = self._block_table[row_ids, : -(-max_seq_len // self._block_size)]
+        tables = self._block_table[self._first_rows + row_ids, : -(-max_seq_len // self._block_sizes[0])]
         query_start_loc = np.empty(num_rows + 1, np.int32)
         query_start_loc[:-1] = starts
         query_start_loc[-1] = num_tokens
 
         plan_row = np.repeat(np.arange(num_rows, dtype=np.int32), num_new)
         positions = np.arange(num_tokens, dtype=np.int32) + (computed - starts)[plan_row]
-        slots = table[plan_row, positions // self._block_size] * np.int32(self._block_size)
-        slots += positions % self._block_size
+        slots = np.empty((len(tables), num_tokens), np.int32)
+        for table, block_size, group_slots in zip(tables, self._block_sizes, slots, strict=True):
+            np.multiply(table[plan_row, positions // block_size], np.int32(block_size), out=group_slots)
+            group_slots += positions % block_size
         input_ids = np.where(tokens < 0, self._last_token[row_ids[plan_row]], tokens)
 
         sampled = np.flatnonzero(rows[:, layout.SAMPLE_INDEX] >= 0)
@@ -100,22 +110,30 @@ class HostRows:
         return HostStep(
             torch.from_numpy(input_ids),
             torch.from_numpy(positions),
-            AttentionMetadata(
-                torch.from_numpy(query_start_loc),
-                torch.from_numpy(seq_lens),
-                torch.from_numpy(table),
-                torch.from_numpy(slots),
-                num_tokens,
-                num_rows,
-                max_query_len,
-                max_seq_len,
-            ),
+            self._attention(query_start_loc, seq_lens, tables, slots, num_tokens, max_query_len, max_seq_len),
             starts[sampled] + num_new[sampled] - 1,
             row_ids[sampled],
             rows[sampled, layout.NUM_OUTPUT],
             sampled.astype(np.int32),
             tuple(PromptSpan(int(i), int(starts[i]), int(num_new[i])) for i in scored),
             copies,
+        )
+
+    def _attention(
+        self,
+        query_start_loc: Ints,
+        seq_lens: Ints,
+        tables: Ints,
+        slots: Ints,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> tuple[AttentionMetadata, ...]:
+        """One for each of the tables [G, S, width] and slots [G, T]."""
+        starts, lens = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
+        return tuple(
+            AttentionMetadata(starts, lens, table, group_slots, num_tokens, len(lens), max_query_len, max_seq_len)
+            for table, group_slots in zip(torch.from_numpy(tables), torch.from_numpy(slots), strict=True)
         )
 
     def set_last_tokens(self, row_ids: Ints, token_ids: Ints) -> None:

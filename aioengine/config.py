@@ -346,6 +346,8 @@ class ResolvedConfig:
     is_max_model_len_given: bool
     """Whether it was asked for, so that it must not be lowered."""
     block_size: int
+    hybrid_kv_cache: bool
+    """Layers with a window keep no more than it, where others keep everything."""
     max_num_batched_tokens: int
     max_num_seqs: int
     max_num_scheduled_tokens: int
@@ -426,6 +428,7 @@ def resolve(
         max_model_len=max_model_len,
         is_max_model_len_given=config.model.max_model_len is not None,
         block_size=config.cache.block_size,
+        hybrid_kv_cache=False,  # the scheduler has one block table
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_num_scheduled_tokens=scheduled_tokens,

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
 
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.cuda_runner import CudaRunner
-from aioengine.device import EagerForward, ForwardPass, MemoryReport, kv_bytes_per_token, limit_context
+from aioengine.device import (
+    EagerForward,
+    ForwardPass,
+    MemoryReport,
+    layer_caches,
+    limit_context,
+    most_blocks,
+)
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native, step_buffer
 from aioengine.graphs import StepForward, token_buckets
 from aioengine.kernels.jit import unavailable_reason
+from aioengine.kv_layout import KVLayout
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.model_spec import ModelSpec
 from aioengine.models import Model
@@ -73,13 +82,16 @@ class CudaDevice:
     def available_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
-        shape = (num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
-        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(spec.num_layers)]
+    def allocate_kv_cache(self, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
+        shape = (num_blocks, math.prod(layout.page_shape(0)))
+        tensors = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(layout.num_tensors)]
+        return layer_caches(tensors, layout)
 
-    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+    def forward_pass(
+        self, model: Model, kv_caches: Sequence[torch.Tensor], layout: KVLayout, max_num_tokens: int
+    ) -> ForwardPass:
         """Eager: what is replayed is the whole step, unpacking and choice included (`graphs.py`)."""
-        return EagerForward(model, kv_caches, self._ops)
+        return EagerForward(model, kv_caches, layout.group_of_layer, self._ops)
 
     def close(self) -> None:
         if self._is_open:
@@ -93,6 +105,7 @@ def make_cuda_runner(
     model: Model,
     spec: ModelSpec,
     weights_bytes: int,
+    layout: KVLayout,
     resolved: ResolvedConfig,
     cache: CacheConfig,
     device: CudaDevice,
@@ -108,29 +121,27 @@ def make_cuda_runner(
     ring = step_buffer.StepBuffer(
         1, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.block_size, max_blocks
     ).ring
-    kv_caches = device.allocate_kv_cache(spec, 2, resolved.block_size)
+    kv_caches = device.allocate_kv_cache(layout, 2)
     with torch.no_grad(), torch.cuda.stream(device.stream):
         forward = StepForward(
             model,
             spec,
             device.ops,
             kv_caches,
-            block_size=resolved.block_size,
+            layout=layout,
             max_num_seqs=resolved.max_num_seqs,
             max_blocks=max_blocks,
             buffer_words=ring.shape[1],
             buckets=_buckets(resolved),
         )
-        num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, forward, resolved, cache, device)
-        per_token = kv_bytes_per_token(spec, device.dtype.itemsize)
-        resolved = limit_context(resolved, (num_blocks - 1) * resolved.block_size)
-        kv_caches[:] = device.allocate_kv_cache(spec, num_blocks, resolved.block_size)
+        num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, layout, forward, resolved, cache, device)
+        resolved = limit_context(resolved, layout.longest_request(num_blocks - 1))
+        kv_caches[:] = device.allocate_kv_cache(layout, num_blocks)
     memory = MemoryReport(
         weights_bytes=weights_bytes,
-        kv_cache_bytes=num_blocks * resolved.block_size * per_token,
-        kv_bytes_per_token=per_token,
+        layout=layout,
         num_blocks=num_blocks,
-        block_size=resolved.block_size,
+        max_model_len=resolved.max_model_len,
     )
     logger.info(
         "attention: paged Triton kernel%s",
@@ -164,10 +175,14 @@ def _buckets(resolved: ResolvedConfig) -> tuple[int, ...]:
 
 
 def _num_blocks(
-    spec: ModelSpec, forward: StepForward, resolved: ResolvedConfig, cache: CacheConfig, device: CudaDevice
+    spec: ModelSpec,
+    layout: KVLayout,
+    forward: StepForward,
+    resolved: ResolvedConfig,
+    cache: CacheConfig,
+    device: CudaDevice,
 ) -> int:
     """Blocks of the pool: the size asked for, else what the largest step leaves of the allowed share."""
-    block_bytes = kv_bytes_per_token(spec, device.dtype.itemsize) * resolved.block_size
     pool_bytes = cache.kv_cache_memory_bytes
     if pool_bytes is None:
         torch.cuda.reset_peak_memory_stats(device.device)
@@ -183,10 +198,10 @@ def _num_blocks(
         allowed = int(total * cache.gpu_memory_utilization)
         # Captured graphs keep the activations of the largest step once more, in a pool of their own.
         pool_bytes = allowed - others - peak - (peak - before) - gathered - GRAPH_RESERVE_BYTES
-    num_blocks = min(pool_bytes // block_bytes, (2**31 - 1) // resolved.block_size)
+    num_blocks = min(pool_bytes // layout.block_bytes, most_blocks(layout))
     if num_blocks < 2:
         raise InvalidConfig(
-            f"{pool_bytes} bytes are left for a KV pool of blocks of {block_bytes} bytes; raise "
+            f"{pool_bytes} bytes are left for a KV pool of blocks of {layout.block_bytes} bytes; raise "
             "--gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs",
             param="gpu_memory_utilization",
         )

@@ -25,11 +25,10 @@ import torch
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
-from aioengine.kv_spec import group_layers, layer_specs
+from aioengine.kv_layout import KVLayout
 from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.layers.ops import Ops
 from aioengine.layers.ops_cpu import CpuForward, CpuOps
-from aioengine.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from aioengine.models import Model
@@ -43,38 +42,62 @@ POOL_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Where the memory went; printed at start. Set by `loader.py`."""
+    """Where the memory went; printed at start. Set by `loader.py` or `cuda_device.py`."""
 
     weights_bytes: int
-    kv_cache_bytes: int
-    """The whole pool. On a CPU untouched blocks occupy no memory yet."""
-    kv_bytes_per_token: int
-    """Keys and values of one token over all layers."""
+    layout: KVLayout
+    """How the layers share the pool."""
     num_blocks: int
     """Blocks of the pool, the null block included."""
-    block_size: int
+    max_model_len: int
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The whole pool. On a CPU untouched blocks occupy no memory yet."""
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers."""
+        return self.layout.bytes_per_token
+
+    @property
+    def kv_groups(self) -> str | None:
+        """Which layers keep what, if they differ."""
+        return str(self.layout) if len(self.layout.groups) > 1 else None
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that fit the pool."""
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens that fit the pool, in requests as long as they may be."""
+        return self.layout.num_kv_tokens(self.num_blocks - 1, self.max_model_len)
 
 
 class ForwardPass(Protocol):
     """Computes the hidden states of a step, by replay where the device can record a forward pass."""
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """[T, H] after the final norm; valid until the next call. Writes the step's keys and values."""
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Sequence[AttentionMetadata]
+    ) -> torch.Tensor:
+        """[T, H] after the final norm; valid until the next call. Writes the step's keys and values.
+
+        Args:
+            attention: by group of the cache's layout.
+        """
 
 
 class EagerForward:
     """Calls the model for every step, one operation after the other."""
 
-    def __init__(self, model: Model, kv_caches: Sequence[torch.Tensor], ops: Ops) -> None:
-        self._model, self._kv_caches, self._ops = model, kv_caches, ops
+    def __init__(
+        self, model: Model, kv_caches: Sequence[torch.Tensor], group_of_layer: Sequence[int], ops: Ops
+    ) -> None:
+        self._model, self._kv_caches, self._group_of_layer, self._ops = model, kv_caches, group_of_layer, ops
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        return self._model.forward(input_ids, positions, StepContext(self._ops, meta, self._kv_caches))
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Sequence[AttentionMetadata]
+    ) -> torch.Tensor:
+        ctx = StepContext(self._ops, attention, self._kv_caches, self._group_of_layer)
+        return self._model.forward(input_ids, positions, ctx)
 
 
 class Device(Protocol):
@@ -87,10 +110,15 @@ class Device(Protocol):
     def available_bytes(self) -> int:
         """Memory that could still be taken now."""
 
-    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
-        """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], contents undefined."""
+    def allocate_kv_cache(self, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
+        """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], contents undefined.
 
-    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+        Layers of different groups share memory as the layout says.
+        """
+
+    def forward_pass(
+        self, model: Model, kv_caches: Sequence[torch.Tensor], layout: KVLayout, max_num_tokens: int
+    ) -> ForwardPass:
         """The model's forward pass over this cache in the fastest form that the configuration allows."""
 
     def close(self) -> None:
@@ -125,10 +153,10 @@ class CpuDevice:
     def available_bytes(self) -> int:
         return available_memory_bytes()
 
-    def allocate_kv_cache(self, spec: ModelSpec, num_blocks: int, block_size: int) -> list[torch.Tensor]:
-        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, 2 * spec.head_dim)
+    def allocate_kv_cache(self, layout: KVLayout, num_blocks: int) -> list[torch.Tensor]:
+        shape = (layout.num_tensors, num_blocks, math.prod(layout.page_shape(0)))
         try:
-            return list(torch.empty(shape, dtype=torch.float32).unbind(0))
+            return layer_caches(torch.empty(shape, dtype=torch.float32).unbind(0), layout)
         except RuntimeError:
             raise InvalidConfig(
                 f"there is no memory for a KV pool of {num_blocks} blocks ({4 * math.prod(shape) >> 20} MiB); "
@@ -136,10 +164,12 @@ class CpuDevice:
                 param="kv_cache_memory_bytes",
             ) from None
 
-    def forward_pass(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> ForwardPass:
+    def forward_pass(
+        self, model: Model, kv_caches: Sequence[torch.Tensor], layout: KVLayout, max_num_tokens: int
+    ) -> ForwardPass:
         if self._records:
-            return CpuForward(model, kv_caches, max_num_tokens)
-        return EagerForward(model, kv_caches, self._ops)
+            return CpuForward(model, kv_caches, layout.group_of_layer, max_num_tokens)
+        return EagerForward(model, kv_caches, layout.group_of_layer, self._ops)
 
     def close(self) -> None:
         native.stop_threads()
@@ -158,31 +188,37 @@ def create_device(resolved: ResolvedConfig) -> Device:
     return CpuDevice(resolved)
 
 
-def kv_bytes_per_token(spec: ModelSpec, itemsize: int) -> int:
-    """Keys and values of one token over all layers."""
-    return sum(group.page_bytes for group in group_layers(layer_specs(spec, itemsize, block_size=1)))
+def layer_caches(tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+    """Each layer's view of its tensor of the pool; a tensor is [num_blocks, ...]."""
+    places = enumerate(layout.tensor_of_layer)
+    return [tensors[i].view(len(tensors[i]), *layout.page_shape(layer)) for layer, i in places]
 
 
-def cpu_num_blocks(spec: ModelSpec, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int) -> int:
+def most_blocks(layout: KVLayout) -> int:
+    """Blocks whose slots an int32 can name."""
+    return int((2**31 - 1) // max(layout.block_sizes))
+
+
+def cpu_num_blocks(layout: KVLayout, resolved: ResolvedConfig, cache: CacheConfig, available_bytes: int) -> int:
     """How many KV blocks a CPU gets: as asked for, else 512 MiB or one full context within 40 % of memory.
 
     Raises:
         InvalidConfig: not even one block of tokens fits beside the null block, or there are too many blocks.
     """
-    most = (2**31 - 1) // resolved.block_size  # slots are int32
+    most = most_blocks(layout)
     if cache.num_gpu_blocks_override is not None:
         if cache.num_gpu_blocks_override > most:
             raise InvalidConfig(
                 f"num_gpu_blocks_override={cache.num_gpu_blocks_override} is above {most}, the most "
-                f"for blocks of {resolved.block_size} tokens",
+                f"for blocks of {max(layout.block_sizes)} tokens",
                 param="num_gpu_blocks_override",
             )
         return cache.num_gpu_blocks_override
-    block_bytes = kv_bytes_per_token(spec, 4) * resolved.block_size
+    block_bytes = layout.block_bytes
     if cache.kv_cache_memory_bytes is not None:
         pool_bytes = cache.kv_cache_memory_bytes
     else:
-        full_context = (-(-resolved.max_model_len // resolved.block_size) + 1) * block_bytes
+        full_context = (layout.blocks_of(resolved.max_model_len) + 1) * block_bytes
         pool_bytes = min(max(DEFAULT_POOL_BYTES, full_context), int(available_bytes * POOL_SHARE))
     num_blocks = min(pool_bytes // block_bytes, most)
     if num_blocks < 2:

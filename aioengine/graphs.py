@@ -29,6 +29,7 @@ from aioengine.kernels.block_copy import BlockCopier
 from aioengine.kernels.choose import DrawTable, choose
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
+from aioengine.kv_layout import KVLayout
 from aioengine.layers.context import StepContext
 from aioengine.layers.ops_cuda import CudaOps, DeviceAttention
 from aioengine.model_spec import ModelSpec
@@ -120,7 +121,7 @@ class _Entry:
     """Fixed buffers of a bucket and its graph, once captured."""
 
     inputs: StepInputs
-    attention: DeviceAttention
+    attention: tuple[DeviceAttention, ...]
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -151,7 +152,7 @@ class StepForward:
         ops: CudaOps,
         kv_caches: Sequence[torch.Tensor],
         *,
-        block_size: int,
+        layout: KVLayout,
         max_num_seqs: int,
         max_blocks: int,
         buffer_words: int,
@@ -162,7 +163,7 @@ class StepForward:
         self._ops = ops
         self._kv_caches = kv_caches
         self._block_copier: BlockCopier | None = None
-        self._block_size = block_size
+        self._layout = layout
         self._max_num_seqs = max_num_seqs
         self._device = ops.device
         self.buckets = buckets
@@ -182,14 +183,19 @@ class StepForward:
 
         self.buffer = ints(buffer_words)
         """The step to run; the runner copies it here before `run`."""
-        self.block_table = ints(max_num_seqs, max_blocks)
+        num_groups = len(layout.groups)
+        self.block_table = ints(num_groups * max_num_seqs, max_blocks)
+        self._scales = None
+        if num_groups > 1:
+            scales = [size // layout.block_size for size in layout.block_sizes]
+            self._scales = torch.tensor(scales, dtype=torch.int32, device=self._device)
         self.last_token = ints(max_num_seqs)
         self.packed = ints(2, max_num_seqs)
         """Choices: token ids, then statuses."""
         self.draws = DrawTable.zeros(max_num_seqs, self._device)
         """How each persistent row chooses; the runner copies it here as requests join."""
         largest = buckets[-1] if buckets else 0
-        self._inputs = StepInputs.empty(largest, max_num_seqs, max_num_seqs, max_blocks, self._device)
+        self._inputs = self._empty_inputs(largest, max_num_seqs, max_num_seqs)
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
         self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
 
@@ -214,8 +220,7 @@ class StepForward:
             entry.graph.replay()
         else:
             self._pass(bucket, entry)
-        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, ctx, bucket.choice > 0)
+        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, self._context(entry), bucket.choice > 0)
 
     def bucket_of(self, facts: StepFacts, choice: Choice) -> Bucket:
         """The smallest bucket that serves a step."""
@@ -279,17 +284,17 @@ class StepForward:
     def warm_long_chunks(self, max_chunk: int) -> Iterator[None]:
         """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need, a piece at a time."""
         if self.cudnn_refusal is None and 0 in self._windows:
-            yield from warm(self._spec.num_heads, self._kv_caches[0], max_chunk)
+            yield from warm(self._spec.num_heads, self._kv_caches[self._layout.groups[0].layers[0]], max_chunk)
 
     def profile(self, num_tokens: int) -> None:
         """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""
         self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
         rows = min(self._max_num_seqs, num_tokens)
-        inputs = StepInputs.empty(num_tokens, rows, rows, self.block_table.shape[1], self._device)
+        inputs = self._empty_inputs(num_tokens, rows, rows)
         plans = {w: self._make_plan(num_tokens, rows, False, w, self._shared_plan) for w in self._windows}
         entry = _Entry(inputs, self._metadata(inputs, plans, ()))
         hidden = self._forward(entry)
-        logits = self._model.logits(hidden[:rows], StepContext(self._ops, entry.attention, self._kv_caches))
+        logits = self._model.logits(hidden[:rows], self._context(entry))
         wide = logits.float()
         argmax(wide + 0.0)
 
@@ -338,16 +343,14 @@ class StepForward:
     def _pass(self, bucket: Bucket, entry: _Entry) -> None:
         hidden = self._forward(entry)
         if bucket.choice:
-            ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-            inputs = entry.inputs
+            inputs, ctx = entry.inputs, self._context(entry)
             hidden_rows = hidden.index_select(0, inputs.sample_indices)
             self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx, bucket.choice)
         else:
             self._hidden[: bucket.num_tokens].copy_(hidden)
 
     def _run_at_size(self, facts: StepFacts) -> StepOutput:
-        max_blocks = self.block_table.shape[1]
-        inputs = StepInputs.empty(facts.num_tokens, facts.num_rows, facts.num_samples, max_blocks, self._device)
+        inputs = self._empty_inputs(facts.num_tokens, facts.num_rows, facts.num_samples)
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
         skipped = np.zeros(facts.num_rows, np.int32)
         for row in long_rows:
@@ -362,17 +365,22 @@ class StepForward:
         entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
         skip = torch.from_numpy(skipped).to(self._device, non_blocking=True) if long_rows else None
         hidden = self._forward(entry, skip)
-        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-        return StepOutput(hidden, inputs, ctx, False)
+        return StepOutput(hidden, inputs, self._context(entry), False)
 
     def _forward(self, entry: _Entry, skip: torch.Tensor | None = None) -> torch.Tensor:
         """`skip`: how many of each row's first queries cuDNN attends, in layers that see all."""
         inputs = entry.inputs
-        unpack(self.buffer, self.block_table, self.last_token, self._block_size, inputs)
-        for window, plan in entry.attention.plans.items():
+        unpack(self.buffer, self.block_table, self.last_token, self._layout.block_size, inputs, self._scales)
+        for window, plan in entry.attention[0].plans.items():
             fill_plan(plan, inputs.query_start_loc, inputs.seq_lens, skip if window == 0 else None)
-        ctx = StepContext(self._ops, entry.attention, self._kv_caches)
-        return self._model.forward(inputs.input_ids, inputs.positions, ctx)
+        return self._model.forward(inputs.input_ids, inputs.positions, self._context(entry))
+
+    def _context(self, entry: _Entry) -> StepContext:
+        return StepContext(self._ops, entry.attention, self._kv_caches, self._layout.group_of_layer)
+
+    def _empty_inputs(self, num_tokens: int, num_rows: int, num_samples: int) -> StepInputs:
+        max_blocks, num_groups = self.block_table.shape[1], len(self._layout.groups)
+        return StepInputs.empty(num_tokens, num_rows, num_samples, max_blocks, self._device, num_groups)
 
     def _make_plan(
         self,
@@ -399,18 +407,22 @@ class StepForward:
 
     def _metadata(
         self, inputs: StepInputs, plans: dict[int, AttentionPlan], long_rows: tuple[LongRow, ...]
-    ) -> DeviceAttention:
-        return DeviceAttention(
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            inputs.block_table,
-            inputs.slot_mapping,
-            inputs.num_tokens,
-            inputs.num_rows,
-            inputs.num_tokens,
-            inputs.block_table.shape[1] * self._block_size,
-            plans,
-            long_rows,
+    ) -> tuple[DeviceAttention, ...]:
+        """By group; all take their work lists from the same plans."""
+        return tuple(
+            DeviceAttention(
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                table,
+                slots,
+                inputs.num_tokens,
+                inputs.num_rows,
+                inputs.num_tokens,
+                inputs.block_table.shape[2] * self._layout.block_size,
+                plans,
+                long_rows,
+            )
+            for table, slots in zip(inputs.block_table, inputs.slot_mapping, strict=True)
         )
 
 

@@ -2,8 +2,7 @@
 
 `KVSpec`s are frozen and say everything that sizes a cache, so that whoever allocates and whoever reads agree
 (INV-02). A `SpecRegistry` finds the rules for a spec by its class or the nearest parent that has some; a spec
-without rules is refused at start. `device.py` takes its sizes from here. Every layer of today's models is in one
-group with one block table; what a group with a window may give back is told here and not yet done.
+without rules is refused at start. `kv_layout.py` makes groups and sizes of it.
 
     block   | state | state | ... |   block_size tokens, block_size / tokens_per_state states of state_bytes each
     page      the same, per layer    group    layers with equal specs, which can share a block table
@@ -169,6 +168,9 @@ class BlockRules(Protocol):
     def num_out(self, spec: KVSpec, num_computed: int) -> int:
         """Leading entries that the token after `num_computed` and all later ones do not read."""
 
+    def num_held(self, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks at a time of a request that grows to `num_tokens` by up to `step_tokens` in a step."""
+
 
 class KeepAll:
     """Every token may be read by every later one."""
@@ -179,6 +181,9 @@ class KeepAll:
     def num_out(self, spec: KVSpec, num_computed: int) -> int:
         return 0
 
+    def num_held(self, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+        return self.num_blocks(spec, num_tokens)
+
 
 class KeepWindow(KeepAll):
     """Tokens before the window of the next query are out."""
@@ -187,6 +192,10 @@ class KeepWindow(KeepAll):
         assert isinstance(spec, SlidingWindowSpec)
         return max(0, num_computed - spec.window + 1) // spec.block_size
 
+    def num_held(self, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+        assert isinstance(spec, SlidingWindowSpec)
+        return _held(spec.window, spec, num_tokens, step_tokens)
+
 
 class KeepChunk(KeepAll):
     """Tokens before the chunk of the next query are out."""
@@ -194,6 +203,16 @@ class KeepChunk(KeepAll):
     def num_out(self, spec: KVSpec, num_computed: int) -> int:
         assert isinstance(spec, ChunkedLocalSpec)
         return num_computed // spec.chunk * spec.chunk // spec.block_size
+
+    def num_held(self, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+        assert isinstance(spec, ChunkedLocalSpec)
+        return _held(spec.chunk, spec, num_tokens, step_tokens)
+
+
+def _held(reach: int, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+    """Blocks over what the first query of a step reads, at most `reach` tokens with itself, and the step's tokens."""
+    spanned = -(-(reach - 1 + step_tokens) // spec.block_size) + 1  # they may begin anywhere in a block
+    return min(-(-num_tokens // spec.block_size), spanned)
 
 
 class KeepEncoder(KeepAll):
@@ -215,6 +234,9 @@ class KeepStates:
 
     def num_out(self, spec: KVSpec, num_computed: int) -> int:
         return 0
+
+    def num_held(self, spec: KVSpec, num_tokens: int, step_tokens: int) -> int:
+        return self.num_blocks(spec, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

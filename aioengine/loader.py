@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from aioengine.checkpoint import Checkpoint, ModelSpec, tensor_shapes
 from aioengine.config import CacheConfig, ResolvedConfig
-from aioengine.device import Device, MemoryReport, cpu_num_blocks, kv_bytes_per_token
+from aioengine.device import Device, MemoryReport, cpu_num_blocks
+from aioengine.kv_layout import KVLayout
 from aioengine.layers.rotary import cos_sin_table
 from aioengine.models import Model, model_class
 from aioengine.runner import CpuRunner, Runner
@@ -70,7 +71,9 @@ def load_model(
     return LoadedModel(model, spec, weights.nbytes + cos_sin.nbytes, timings_s)
 
 
-def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfig, device: Device) -> Runner:
+def make_runner(
+    loaded: LoadedModel, layout: KVLayout, resolved: ResolvedConfig, cache: CacheConfig, device: Device
+) -> Runner:
     """Allocates the KV pool and starts the runner, which then owns the device.
 
     Raises:
@@ -81,20 +84,18 @@ def make_runner(loaded: LoadedModel, resolved: ResolvedConfig, cache: CacheConfi
         from aioengine.cuda_device import CudaDevice, make_cuda_runner
 
         assert isinstance(device, CudaDevice)
-        return make_cuda_runner(loaded.model, spec, loaded.weights_bytes, resolved, cache, device)
-    num_blocks = cpu_num_blocks(spec, resolved, cache, device.available_bytes())
-    per_token = kv_bytes_per_token(spec, 4)
+        return make_cuda_runner(loaded.model, spec, loaded.weights_bytes, layout, resolved, cache, device)
+    num_blocks = cpu_num_blocks(layout, resolved, cache, device.available_bytes())
     memory = MemoryReport(
         weights_bytes=loaded.weights_bytes,
-        kv_cache_bytes=num_blocks * resolved.block_size * per_token,
-        kv_bytes_per_token=per_token,
+        layout=layout,
         num_blocks=num_blocks,
-        block_size=resolved.block_size,
+        max_model_len=resolved.max_model_len,
     )
     runner = CpuRunner(
         loaded.model,
         device,
-        device.allocate_kv_cache(spec, num_blocks, resolved.block_size),
+        device.allocate_kv_cache(layout, num_blocks),
         memory,
         vocab_size=spec.vocab_size,
         max_num_seqs=resolved.max_num_seqs,

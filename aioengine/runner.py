@@ -142,13 +142,14 @@ class CpuRunner:
         max_model_len: int,
     ) -> None:
         self.memory = memory
-        max_blocks = -(-max_model_len // memory.block_size)
+        max_blocks = -(-max_model_len // memory.layout.block_size)
         work = _StepWork(
             model,
-            device.forward_pass(model, kv_caches, max_num_tokens),
+            device.forward_pass(model, kv_caches, memory.layout, max_num_tokens),
             device.ops,
             kv_caches,
-            HostRows(max_num_seqs, max_blocks, memory.block_size),
+            memory.layout.group_of_layer,
+            HostRows(max_num_seqs, max_blocks, memory.layout.block_sizes),
             Sampler(vocab_size, max_num_seqs),
         )
         self._worker = _Worker(work, device)
@@ -273,6 +274,7 @@ class _StepWork:
     forward: ForwardPass
     ops: Ops
     kv_caches: Sequence[torch.Tensor]
+    group_of_layer: Sequence[int]
     rows: HostRows
     sampler: Sampler
 
@@ -285,7 +287,7 @@ class _StepWork:
         if step.copies is not None:
             copy_blocks_ref(step.copies, self.kv_caches)
         hidden = self.forward(step.input_ids, step.positions, step.attention)
-        ctx = StepContext(self.ops, step.attention, self.kv_caches)
+        ctx = StepContext(self.ops, step.attention, self.kv_caches, self.group_of_layer)
         result = self._sample(step, hidden, ctx)
         if step.prompt_spans:
             self._score_prompts(step.prompt_spans, launched.prompt_targets, hidden, ctx, result)
@@ -294,7 +296,7 @@ class _StepWork:
     def _sample(self, step: HostStep, hidden: torch.Tensor, ctx: StepContext) -> StepResult:
         if not len(step.sample_rows):
             return StepResult(np.empty(0, np.int32))
-        if len(step.sample_rows) != step.attention.num_tokens:  # else every token is sampled from, in order
+        if len(step.sample_rows) != len(step.input_ids):  # else every token is sampled from, in order
             hidden = hidden[torch.from_numpy(step.sample_tokens)]
         logits = self.model.logits(hidden, ctx)
         sampled = self.sampler.sample(logits, step.sample_rows, step.sample_num_outputs)
@@ -339,9 +341,10 @@ class _StepWork:
             return torch.tensor(values, dtype=torch.int32)
 
         meta = AttentionMetadata(ints(0, 1), ints(1), ints(0)[None], ints(-1), 1, 1, 1, 1)
+        metas = (meta,) * (max(self.group_of_layer) + 1)
         with torch.no_grad():
-            hidden = self.forward(ints(0), ints(0), meta)
-            self.model.logits(hidden, StepContext(self.ops, meta, self.kv_caches))
+            hidden = self.forward(ints(0), ints(0), metas)
+            self.model.logits(hidden, StepContext(self.ops, metas, self.kv_caches, self.group_of_layer))
 
 
 def prompt_targets(plan: StepPlan) -> dict[int, PromptTargets]:

@@ -25,6 +25,7 @@ from aioengine.model_source import resolve_model
 from aioengine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from aioengine.kv_layout import KVLayout
     from aioengine.runner import Runner
 
 T = TypeVar("T")
@@ -180,20 +181,21 @@ def load_parts(
         num_cores=usable_cores(),
     )
     from aioengine.device import create_device  # these need torch, whose import is timed on its own
+    from aioengine.kv_layout import layout_of
     from aioengine.loader import load_model, make_runner
 
+    layout = layout_of(checkpoint.config, resolved)
     check()
     on_stage("loading the weights")
     device = create_device(resolved)
     try:
         if resolved.device == "cpu":  # a GPU's pool is known only after its profile run
-            resolved = fit_context(config, resolved, checkpoint.config, device.available_bytes())
+            resolved = fit_context(config, resolved, layout, device.available_bytes())
         loaded = load_model(checkpoint, resolved, device, lambda _done, _total: check())
         timings.stages.update(loaded.timings_s)
         with timings.stage("pool and warm-up"):
-            runner = make_runner(loaded, resolved, config.cache, device)
-        fits = min(resolved.max_model_len, runner.memory.num_kv_tokens)
-        resolved = dataclasses.replace(resolved, max_model_len=fits)
+            runner = make_runner(loaded, layout, resolved, config.cache, device)
+        resolved = dataclasses.replace(resolved, max_model_len=runner.memory.max_model_len)
     except BaseException:
         device.close()
         raise
@@ -212,7 +214,7 @@ def load_parts(
 
 
 def fit_context(
-    config: EngineConfig, resolved: ResolvedConfig, spec: ModelSpec, available_bytes: int
+    config: EngineConfig, resolved: ResolvedConfig, layout: KVLayout, available_bytes: int
 ) -> ResolvedConfig:
     """The configuration with `max_model_len` lowered to what the KV pool holds, unless it was asked for.
 
@@ -221,8 +223,8 @@ def fit_context(
     """
     from aioengine.device import cpu_num_blocks, limit_context
 
-    num_tokens = (cpu_num_blocks(spec, resolved, config.cache, available_bytes) - 1) * resolved.block_size
-    return limit_context(resolved, num_tokens)
+    num_blocks = cpu_num_blocks(layout, resolved, config.cache, available_bytes)
+    return limit_context(resolved, layout.longest_request(num_blocks - 1))
 
 
 def _end_tokens(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:

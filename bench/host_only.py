@@ -20,6 +20,7 @@ from aioengine.checkpoint import open_checkpoint
 from aioengine.config import resolve
 from aioengine.device import MemoryReport
 from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.kv_layout import layout_of
 from aioengine.model_source import resolve_model
 from aioengine.runner import Runner, StepResult
 from aioengine.startup import Parts, Timings
@@ -66,7 +67,10 @@ def load_null_parts(
         config.cache.num_gpu_blocks_override or 2 + resolved.max_num_seqs * resolved.max_model_len // BLOCK_SIZE
     )
     memory = MemoryReport(
-        weights_bytes=0, kv_cache_bytes=0, kv_bytes_per_token=0, num_blocks=num_blocks, block_size=resolved.block_size
+        weights_bytes=0,
+        layout=layout_of(spec, resolved),
+        num_blocks=num_blocks,
+        max_model_len=resolved.max_model_len,
     )
     return Parts(
         spec=spec,

@@ -188,6 +188,12 @@ class Tape:
 
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
+    def add_group(self, slot_mapping_ptr: int, block_table_ptr: int) -> None:
+        """Names the next group of layers with a block table of their own, before their calls are recorded.
+
+        Calls with these addresses will take the slots and the block table that `run` gets for the group.
+        """
+
     def rows(self, matrix: PackedMatrix, ids_ptr: int, count: int, out_ptr: int) -> None: ...
     def matmul(
         self, x_ptr: int, m: int, ldx: int, weights: PackedMatrix, bias_ptr: int, y_ptr: int, ldy: int
@@ -241,13 +247,13 @@ class Tape:
         num_seqs: int,
         input_ids_ptr: int,
         positions_ptr: int,
-        slot_mapping_ptr: int,
-        block_table_ptr: int,
+        slot_mapping_ptrs: list[int],
+        block_table_ptrs: list[int],
         block_table_stride: int,
         query_start_ptr: int,
         seq_lens_ptr: int,
     ) -> None:
-        """Runs all calls in order, without the GIL; all arrays are int32."""
+        """Runs all calls in order, without the GIL; all arrays are int32, slots and block tables by group."""
 
 # ---- sampling --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Copies whole KV blocks of all layers: what a request shares of a block it will write to itself.
 
     copies      num_copies x (source block, target block) int32, a section of the step buffer
-    kv_caches   per layer [num_blocks, ...], all of one shape and type, each block contiguous
+    kv_caches   per layer [num_blocks, ...], blocks of the same bytes, each contiguous; layers may share a tensor
 
 Runs at the head of a step that has copies, before its forward pass, and is not launched otherwise. No block
 is source and target in one step, so copies may run in any order. Called by `aioengine/runner.py` (reference)
@@ -21,8 +21,13 @@ from .step import COPY_WORDS, NUM_COPIES, OFF_COPIES
 def copy_blocks_ref(copies: torch.Tensor, kv_caches: Sequence[torch.Tensor]) -> None:
     """copies int32 [C, 2]; changes the caches in place."""
     sources, targets = copies.long().unbind(1)
-    for cache in kv_caches:
+    for cache in _tensors(kv_caches):
         cache[targets] = cache[sources]
+
+
+def _tensors(kv_caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each piece of memory once."""
+    return list({cache.data_ptr(): cache for cache in kv_caches}.values())
 
 
 _HEADER_COPIES = tl.constexpr(NUM_COPIES)
@@ -59,14 +64,15 @@ class BlockCopier:
         first = kv_caches[0]
         block_bytes = first[0].numel() * first.itemsize
         for cache in kv_caches:
-            if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
-                raise ValueError("the caches of all layers must be contiguous and of one shape and type")
+            equal = (cache.shape[0], cache[0].numel(), cache.dtype) == (first.shape[0], first[0].numel(), first.dtype)
+            if not equal or not cache.is_contiguous():
+                raise ValueError("the caches of all layers must be contiguous, with blocks of one size and type")
         if block_bytes % 4:
             raise ValueError(f"a block of {block_bytes} bytes is not made of 4-byte words")
         require_kernels(first.device)
-        self._kv_caches = tuple(kv_caches)  # the addresses below must stay theirs
+        self._kv_caches = tuple(_tensors(kv_caches))  # the addresses below must stay theirs
         self._block_words = block_bytes // 4
-        addresses = [cache.data_ptr() for cache in kv_caches]
+        addresses = [cache.data_ptr() for cache in self._kv_caches]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
 
     def copy(self, buffer: torch.Tensor, num_copies: int) -> None:

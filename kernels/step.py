@@ -7,20 +7,22 @@ The buffer is the packed step that the scheduler wrote (int32; one copy to the d
     rows    num_rows x 8: row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
             position of the token to sample (number of output tokens so far), reserved
     tokens  num_tokens ids; -1 = the last token sampled for that row, still on the device
-    blocks  num_block_updates x (row, logical index, block id)
+    blocks  num_block_updates x (group * max_rows + row, logical index, block id)
     copies  num_copies x (source block, target block), made before the unpack (`block_copy.py`)
 
-Two tensors outlive the step and are kept here by row: `block_table` [max_rows, max_blocks], updated from the
-block list before it is read, and `last_token` [max_rows], which the sampler writes.
+Two tensors outlive the step and are kept here by row: `block_table` [G * max_rows, max_blocks], updated from the
+block list before it is read, and `last_token` [max_rows], which the sampler writes. G groups of layers have a
+block table each, whose blocks may hold a multiple (`scales`) of the first group's tokens.
 
 Padding up to the bucket: tokens have id 0, position 0 and slot -1; rows are empty (query range at the end,
 length 0, table of null blocks, row -1); samples point at token 0 and row -1. Table entries at or past a row's
-length are the null block, so nothing of an earlier step shows through. Called by the runner at the head of
-every step.
+length are the null block, so nothing of an earlier step shows through there; entries before a group's window may be
+stale. Called by the runner at the head of every step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +41,10 @@ class StepInputs:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T], -1 = padding
+    slot_mapping: torch.Tensor  # [G, T], -1 = padding
     query_start_loc: torch.Tensor  # [S + 1]
     seq_lens: torch.Tensor  # [S], context + query; 0 = padding
-    block_table: torch.Tensor  # [S, max_blocks]
+    block_table: torch.Tensor  # [G, S, max_blocks]
     rows: torch.Tensor  # [S], persistent row; -1 = padding
     sample_indices: torch.Tensor  # [N], the token whose hidden state predicts the sample
     sample_rows: torch.Tensor  # [N], persistent row of the sample; -1 = padding
@@ -50,7 +52,13 @@ class StepInputs:
 
     @classmethod
     def empty(
-        cls, num_tokens: int, num_rows: int, num_samples: int, max_blocks: int, device: torch.device
+        cls,
+        num_tokens: int,
+        num_rows: int,
+        num_samples: int,
+        max_blocks: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> StepInputs:
         """Uninitialized buffers of a bucket; an unpack writes every element."""
 
@@ -60,10 +68,10 @@ class StepInputs:
         return cls(
             input_ids=ints(num_tokens),
             positions=ints(num_tokens),
-            slot_mapping=ints(num_tokens),
+            slot_mapping=ints(num_groups, num_tokens),
             query_start_loc=ints(num_rows + 1),
             seq_lens=ints(num_rows),
-            block_table=ints(num_rows, max_blocks),
+            block_table=ints(num_groups, num_rows, max_blocks),
             rows=ints(num_rows),
             sample_indices=ints(num_samples),
             sample_rows=ints(num_samples),
@@ -75,10 +83,10 @@ class StepInputs:
         return StepInputs(
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],
-            slot_mapping=self.slot_mapping[:num_tokens],
+            slot_mapping=self.slot_mapping[:, :num_tokens],
             query_start_loc=self.query_start_loc[: num_rows + 1],
             seq_lens=self.seq_lens[:num_rows],
-            block_table=self.block_table[:num_rows],
+            block_table=self.block_table[:, :num_rows],
             rows=self.rows[:num_rows],
             sample_indices=self.sample_indices[:num_samples],
             sample_rows=self.sample_rows[:num_samples],
@@ -97,6 +105,10 @@ class StepInputs:
     def num_samples(self) -> int:
         return self.sample_rows.shape[0]
 
+    @property
+    def num_groups(self) -> int:
+        return self.slot_mapping.shape[0]
+
 
 def unpack_ref(
     buffer: torch.Tensor,
@@ -106,10 +118,12 @@ def unpack_ref(
     num_tokens: int | None = None,
     num_rows: int | None = None,
     num_samples: int | None = None,
+    scales: Sequence[int] = (1,),
 ) -> StepInputs:
     """Applies the block updates to `block_table` and returns the step's inputs, padded to the given sizes.
 
-    Sizes left out are the step's own. `last_token` is read only. Raises ValueError when the step is larger.
+    Sizes left out are the step's own. `last_token` is read only. `scales` has an entry per group. Raises ValueError
+    when the step is larger.
     """
     header = buffer[:HEADER_WORDS].tolist()
     real_rows, real_tokens, real_samples = header[NUM_ROWS], header[NUM_TOKENS], header[NUM_SAMPLES]
@@ -130,18 +144,17 @@ def unpack_ref(
     updates = section(header[OFF_BLOCKS], header[NUM_BLOCK_UPDATES], BLOCK_WORDS)
     block_table[updates[:, 0], updates[:, 1]] = updates[:, 2].to(block_table.dtype)
 
-    step = StepInputs.empty(num_tokens, num_rows, num_samples, block_table.shape[1], block_table.device)
+    width, num_groups = block_table.shape[1], len(scales)
+    tables = block_table.view(num_groups, -1, width)
+    step = StepInputs.empty(num_tokens, num_rows, num_samples, width, block_table.device, num_groups)
     row_of_token = torch.repeat_interleave(torch.arange(real_rows, device=rows.device), rows[:, NUM_NEW])
     positions = torch.arange(real_tokens, device=rows.device) - rows[row_of_token, QUERY_START]
     positions = positions + rows[row_of_token, NUM_COMPUTED]
     persistent = rows[row_of_token, ROW]
-    slots = block_table[persistent, positions // block_size].long() * block_size + positions % block_size
     step.input_ids.zero_()
     step.input_ids[:real_tokens] = torch.where(tokens >= 0, tokens, last_token[persistent].long()).int()
     step.positions.zero_()
     step.positions[:real_tokens] = positions.int()
-    step.slot_mapping.fill_(-1)
-    step.slot_mapping[:real_tokens] = slots.int()
 
     step.query_start_loc.fill_(real_tokens)
     step.query_start_loc[:real_rows] = rows[:, QUERY_START].int()
@@ -149,11 +162,15 @@ def unpack_ref(
     step.seq_lens[:real_rows] = (rows[:, NUM_COMPUTED] + rows[:, NUM_NEW]).int()
     step.rows.fill_(-1)
     step.rows[:real_rows] = rows[:, ROW].int()
-    logical = torch.arange(block_table.shape[1], device=rows.device)
-    owned = logical[None, :] * block_size < step.seq_lens[:, None]
+    step.slot_mapping.fill_(-1)
     step.block_table.zero_()
-    step.block_table[:real_rows] = block_table[rows[:, ROW]]
-    step.block_table.masked_fill_(~owned, 0)
+    logical = torch.arange(width, device=rows.device)
+    for group, scale in enumerate(scales):
+        size = block_size * scale
+        slots = tables[group, persistent, positions // size].long() * size + positions % size
+        step.slot_mapping[group, :real_tokens] = slots.int()
+        step.block_table[group, :real_rows] = tables[group, rows[:, ROW]]
+        step.block_table[group].masked_fill_(logical[None, :] * size >= step.seq_lens[:, None], 0)
 
     step.sample_indices.zero_()
     step.sample_rows.fill_(-1)
@@ -216,7 +233,10 @@ def _unpack_tokens(
     block_size,
     BLOCK: tl.constexpr,
 ):
-    """Ids, positions and slots of BLOCK tokens; each finds its row by binary search over the query starts."""
+    """Ids, positions and a group's slots of BLOCK tokens; each finds its row by binary search over the query starts.
+
+    Programs of all groups write the same ids and positions.
+    """
     token = first_token + tl.arange(0, BLOCK)
     real = token < tl.load(buffer_ptr + _HEADER_TOKENS)
     rows_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_ROWS)
@@ -263,7 +283,7 @@ def _unpack_row(
     max_blocks,
     BLOCK: tl.constexpr,
 ):
-    """Everything of one row of the step, or of a padding row."""
+    """Everything of one row of the step, or of a padding row; groups differ in the table alone."""
     real = index < tl.load(buffer_ptr + _HEADER_ROWS)
     words_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_ROWS) + index * _ROW_WORDS
     row = tl.load(words_ptr + _ROW, mask=real, other=-1)
@@ -289,7 +309,11 @@ def _unpack_row(
         tl.store(target_ptr + logical, block, mask=logical < max_blocks)  # [BLOCK]
 
 
-@jit(varying=["num_tokens", "num_rows", "num_samples", "search_steps", "stride_table_row", "max_blocks"])
+_VARYING = ["num_tokens", "num_rows", "num_samples", "search_steps", "stride_table_row", "max_blocks"]
+_VARYING += ["group_rows", "stride_slots_group", "stride_table_out_group"]
+
+
+@jit(varying=_VARYING)
 def _unpack_kernel(
     buffer_ptr,
     table_ptr,
@@ -308,14 +332,25 @@ def _unpack_kernel(
     num_rows,
     num_samples,
     search_steps,
+    group_rows,
     stride_table_row,
+    stride_slots_group,
+    stride_table_out_group,
     block_size,
+    scales_ptr,
     max_blocks,
+    HAS_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs 0 .. num_rows-1 take a row each, the next one the tails, the others BLOCK tokens each."""
+    """Programs 0 .. num_rows-1 of a group take a row each, the next one the tails, the others BLOCK tokens each."""
     index = tl.program_id(0)
+    if HAS_GROUPS:
+        group = tl.program_id(1)
+        table_ptr += group.to(tl.int64) * group_rows * stride_table_row
+        slots_ptr += group.to(tl.int64) * stride_slots_group
+        table_out_ptr += group.to(tl.int64) * stride_table_out_group
+        block_size *= tl.load(scales_ptr + group)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     if index < num_rows:
@@ -368,21 +403,32 @@ def unpack(
     last_token: torch.Tensor,
     block_size: int,
     step: StepInputs,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Fills `step`, the buffers of a bucket, from the packed step on the device; see `unpack_ref`.
 
-    Reads nothing back: the caller has checked that the step fits the bucket. Two launches of a fixed grid, so
-    a graph captured for a bucket serves every step of at most that many tokens, rows and samples.
+    `scales` [G] int32 on the device, needed with more than one group. Reads nothing back: the caller has checked that
+    the step fits the bucket. Two launches of a fixed grid, so a graph captured for a bucket serves every step of at
+    most that many tokens, rows and samples.
     """
     require_kernels(buffer.device)
-    if block_table.stride(1) != 1 or not step.block_table.is_contiguous():
-        raise ValueError("block tables must be contiguous along a row")
-    if step.block_table.shape[1] != block_table.shape[1]:
+    num_groups, max_blocks = step.num_groups, block_table.shape[1]
+    if step.block_table.shape[2] != max_blocks:
         raise ValueError("the step's block table must be as wide as the persistent one")
+    if (
+        block_table.stride(1) != 1
+        or step.block_table.stride()[1:] != (max_blocks, 1)
+        or step.slot_mapping.stride(1) != 1
+    ):
+        raise ValueError(
+            "block tables and slots must be contiguous along a row, and each group's table of a step whole"
+        )
+    if block_table.shape[0] % num_groups or (num_groups > 1 and (scales is None or len(scales) != num_groups)):
+        raise ValueError(f"{num_groups} groups need a scale each, and as many tables of equal size")
     options = launch_options(buffer.device)
     _update_blocks_kernel[(32,)](buffer, block_table, block_table.stride(0), BLOCK=256, num_warps=4, **options)
     block = 256
-    _unpack_kernel[(step.num_rows + 1 + triton.cdiv(step.num_tokens, block),)](
+    _unpack_kernel[(step.num_rows + 1 + triton.cdiv(step.num_tokens, block), num_groups)](
         buffer,
         block_table,
         last_token,
@@ -400,9 +446,14 @@ def unpack(
         step.num_rows,
         step.num_samples,
         step.num_rows.bit_length() + 1,
+        block_table.shape[0] // num_groups,
         block_table.stride(0),
+        step.slot_mapping.stride(0),
+        step.block_table.stride(0),
         block_size,
-        block_table.shape[1],
+        scales,
+        max_blocks,
+        HAS_GROUPS=num_groups > 1,
         BLOCK=block,
         num_warps=4,
         **options,

@@ -22,11 +22,11 @@ from aioengine.checkpoint import Checkpoint, load_checkpoint
 from aioengine.cli.flags import engine_config
 from aioengine.cli.startup_report import aligned, mebibytes
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
-from aioengine.device import available_memory_bytes, cpu_num_blocks, kv_bytes_per_token, processor_name
+from aioengine.device import available_memory_bytes, cpu_num_blocks, processor_name
 from aioengine.fastcore import native
+from aioengine.kv_layout import layout_of
 from aioengine.startup import fit_context
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKAGES = ("torch", "triton", "numpy", "uvloop", "starlette", "uvicorn", "tokenizers", "gguf")
 
 
@@ -112,19 +112,20 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """How it would run now; on a GPU the pool gets what the weights leave, which only loading tells."""
     spec = checkpoint.config
-    bytes_per_token = kv_bytes_per_token(spec, DTYPE_BYTES[resolved.kv_cache_dtype])
+    layout = layout_of(spec, resolved)
     num_kv_tokens = None
     if resolved.device == "cpu":
         available_bytes = available_memory_bytes()
-        resolved = fit_context(config, resolved, spec, available_bytes)
-        num_blocks = cpu_num_blocks(spec, resolved, config.cache, available_bytes)
-        num_kv_tokens = (num_blocks - 1) * resolved.block_size
+        resolved = fit_context(config, resolved, layout, available_bytes)
+        num_blocks = cpu_num_blocks(layout, resolved, config.cache, available_bytes)
+        num_kv_tokens = layout.num_kv_tokens(num_blocks - 1, resolved.max_model_len)
     return {
         "device": resolved.device,
         "num_threads": resolved.num_threads,
         "dtype": resolved.dtype,
         "kv_cache_dtype": resolved.kv_cache_dtype,
-        "kv_bytes_per_token": bytes_per_token,
+        "kv_bytes_per_token": layout.bytes_per_token,
+        "kv_groups": str(layout),
         "num_kv_tokens": num_kv_tokens,
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
@@ -158,6 +159,7 @@ def shown_facts(facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, object]
         "as it would run": {
             "device": f"{run['device']}, {run['num_threads']} threads, {run['dtype']}",
             "KV per token": f"{run['kv_bytes_per_token']} bytes ({run['kv_cache_dtype']})",
+            "KV cache": run["kv_groups"],
             "KV tokens that fit": fits,
             "context": f"{run['max_model_len']} tokens per request",
             "batch": f"{run['max_num_seqs']} requests, {run['max_num_batched_tokens']} tokens per step",

@@ -17,6 +17,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
     """One aligned line per fact. `imports_s` is what Python's imports took before the engine existed."""
     resolved, memory = engine.resolved, engine.memory_report
     stages = {"imports": imports_s, **engine.startup_timings}
+    groups = f"{memory.kv_groups}; " if memory.kv_groups else ""
     pool = f"{mebibytes(memory.kv_cache_bytes)}, {resolved.kv_cache_dtype}"
     place = f"{resolved.device}, {resolved.num_threads} threads" if resolved.device == "cpu" else resolved.device
     rows = {
@@ -24,7 +25,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
         "model": f"{engine.model.name} ({engine.model.architecture})",
         "device": f"{place}, {resolved.dtype}",
         "context": f"{resolved.max_model_len} tokens per request",
-        "KV cache": f"{memory.num_kv_tokens} tokens fit ({pool})",
+        "KV cache": f"{groups}{memory.num_kv_tokens} tokens fit ({pool})",
         "weights": mebibytes(memory.weights_bytes),
         "batch": f"{resolved.max_num_seqs} requests, {resolved.max_num_batched_tokens} tokens per step",
         "sampling": sampling_line(engine),

@@ -17,7 +17,7 @@ from aioengine.layers.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which tokens belong to which sequence, and where their keys and values lie.
+    """Which tokens belong to which sequence, and where their keys and values lie in the layers of one group.
 
     T tokens, S sequences; all tensors int32 and contiguous.
     """
@@ -27,7 +27,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """[S] context + new tokens; 0 in padding rows."""
     block_table: torch.Tensor
-    """[S, max_blocks] block ids in logical order; entries past a sequence's end are never read."""
+    """[S, max_blocks] block ids in logical order; entries past a sequence's end, or before the window of its first
+    query where the group's layers have one, are never read."""
     slot_mapping: torch.Tensor
     """[T] block id * block_size + offset; -1 is padding and writes nothing."""
     num_tokens: int
@@ -44,6 +45,12 @@ class StepContext:
 
     ops: Ops
     """The device's operations."""
-    attention: AttentionMetadata
+    attention: Sequence[AttentionMetadata]
+    """By group of layers that share a block table (`kv_layout.py`)."""
     kv_caches: Sequence[torch.Tensor]
     """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], K then V on the last axis."""
+    group_of_layer: Sequence[int]
+
+    def attention_of(self, layer: int) -> AttentionMetadata:
+        """The metadata of the group that a layer is in."""
+        return self.attention[self.group_of_layer[layer]]

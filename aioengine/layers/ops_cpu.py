@@ -211,20 +211,30 @@ class CpuForward:
     """A model's forward pass, recorded once and replayed for every step.
 
     Args:
+        group_of_layer: which block table each layer reads.
         max_num_tokens: most tokens of a step; scratch is reserved for them, but occupies memory only as used.
     """
 
-    def __init__(self, model: Model, kv_caches: Sequence[torch.Tensor], max_num_tokens: int) -> None:
+    def __init__(
+        self, model: Model, kv_caches: Sequence[torch.Tensor], group_of_layer: Sequence[int], max_num_tokens: int
+    ) -> None:
         self._max_num_tokens = max_num_tokens
         self._tape = native.Tape()
         self._recorder = CpuOps(self._tape)  # owns the scratch that the tape's addresses point into
         self._kv_caches = kv_caches
         ints = torch.empty(max_num_tokens, dtype=torch.int32)
-        meta = AttentionMetadata(ints, ints, ints[:, None], ints, max_num_tokens, 1, 1, 1)
-        self._hidden = model.forward(ints, ints, StepContext(self._recorder, meta, kv_caches))
+        metas = []
+        for _ in range(max(group_of_layer) + 1):
+            slots, table = torch.empty(max_num_tokens, dtype=torch.int32), torch.empty((1, 1), dtype=torch.int32)
+            self._tape.add_group(slots.data_ptr(), table.data_ptr())  # by which the tape knows the group of a call
+            metas.append(AttentionMetadata(ints, ints, table, slots, max_num_tokens, 1, 1, 1))
+        self._hidden = model.forward(ints, ints, StepContext(self._recorder, metas, kv_caches, group_of_layer))
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Sequence[AttentionMetadata]
+    ) -> torch.Tensor:
         """Hidden states of a step [T, H]; valid until the next call."""
+        meta = attention[0]
         if meta.num_tokens > self._max_num_tokens:
             raise ValueError(f"a step of {meta.num_tokens} tokens, recorded for {self._max_num_tokens}")
         self._tape.run(
@@ -232,8 +242,8 @@ class CpuForward:
             meta.num_seqs,
             input_ids.data_ptr(),
             positions.data_ptr(),
-            meta.slot_mapping.data_ptr(),
-            meta.block_table.data_ptr(),
+            [group.slot_mapping.data_ptr() for group in attention],
+            [group.block_table.data_ptr() for group in attention],
             meta.block_table.stride(0),
             meta.query_start_loc.data_ptr(),
             meta.seq_lens.data_ptr(),

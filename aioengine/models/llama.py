@@ -37,13 +37,13 @@ class Attention:
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """What the queries gather, before the output projection."""
-        ops = ctx.ops
+        ops, meta = ctx.ops, ctx.attention_of(self.layer)
         kv_cache = ctx.kv_caches[self.layer]
         q = ops.rope_and_cache(
             qkv,
             positions,
             self.cos_sin,
-            ctx.attention.slot_mapping,
+            meta.slot_mapping,
             kv_cache,
             self.q_norm,
             self.k_norm,
@@ -52,7 +52,7 @@ class Attention:
             self.num_kv_heads,
             self.head_dim,
         )
-        return ops.attention(q, kv_cache, ctx.attention, self.scale, self.window, 0.0)
+        return ops.attention(q, kv_cache, meta, self.scale, self.window, 0.0)
 
 
 class DecoderLayer:

@@ -340,16 +340,20 @@ void register_cpu_kernels(nb::module_& m) {
 // tokens, the addresses of its inputs) is taken from run() instead.
 
 void run_tape(const aio::Tape& tape, int num_tokens, int num_seqs, Address input_ids, Address positions,
-              Address slot_mapping, Address block_table, int64_t block_table_stride, Address query_start,
-              Address seq_lens) {
+              const std::vector<Address>& slot_mappings, const std::vector<Address>& block_tables,
+              int64_t block_table_stride, Address query_start, Address seq_lens) {
+    require(slot_mappings.size() == tape.num_groups() && block_tables.size() == tape.num_groups(),
+            "a step needs the slots and the block table of every group that was recorded");
     require(num_tokens > 0 && num_seqs > 0, "a step needs at least one token and one sequence");
     aio::StepArgs step;
     step.num_tokens = num_tokens;
     step.num_seqs = num_seqs;
     step.input_ids = pointer<const int32_t>(input_ids, "input_ids");
     step.positions = pointer<const int32_t>(positions, "positions");
-    step.slot_mapping = pointer<const int32_t>(slot_mapping, "slot_mapping");
-    step.block_table = pointer<const int32_t>(block_table, "block_table");
+    for (size_t g = 0; g < tape.num_groups(); ++g) {
+        step.slot_mappings.push_back(pointer<const int32_t>(slot_mappings[g], "slot_mapping"));
+        step.block_tables.push_back(pointer<const int32_t>(block_tables[g], "block_table"));
+    }
     step.block_table_stride = block_table_stride;
     step.query_start = pointer<const int32_t>(query_start, "query_start");
     step.seq_lens = pointer<const int32_t>(seq_lens, "seq_lens");
@@ -358,12 +362,24 @@ void run_tape(const aio::Tape& tape, int num_tokens, int num_seqs, Address input
 
 Address address(const void* p) { return reinterpret_cast<Address>(p); }
 
+int group_of(const aio::Tape& tape, Address named) {
+    const int group = tape.group_of(reinterpret_cast<const void*>(named));
+    require(group >= 0, "a call is recorded with slots or a block table of no group of the tape");
+    return group;
+}
+
 void register_tape(nb::module_& m) {
     using aio::StepArgs;
     using aio::Tape;
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())
         .def("__len__", &Tape::size)
+        .def("add_group",
+             [](Tape& tape, Address slot_mapping, Address block_table) {
+                 tape.add_group(pointer<const void>(slot_mapping, "slot_mapping"),
+                                pointer<const void>(block_table, "block_table"));
+             },
+             "slot_mapping_ptr"_a, "block_table_ptr"_a)
         .def("rows",
              [](Tape& tape, const aio::PackedMatrix& matrix, Address, int64_t, Address out) {
                  tape.add([=](const StepArgs& s) { rows(matrix, address(s.input_ids), s.num_tokens, out); });
@@ -391,24 +407,26 @@ void register_tape(nb::module_& m) {
              },
              "gate_up_ptr"_a, "y_ptr"_a, "rows"_a, "dim"_a)
         .def("rope_and_cache",
-             [](Tape& tape, Address qkv, int64_t, Address, Address cos_sin, Address, Address kv_cache, int kv_dtype,
-                Address q_norm, Address k_norm, float eps, Address q_out, int num_heads, int num_kv_heads, int head_dim,
-                int rotary_dim, int block_size) {
+             [](Tape& tape, Address qkv, int64_t, Address, Address cos_sin, Address slots, Address kv_cache,
+                int kv_dtype, Address q_norm, Address k_norm, float eps, Address q_out, int num_heads, int num_kv_heads,
+                int head_dim, int rotary_dim, int block_size) {
+                 const int group = group_of(tape, slots);
                  tape.add([=](const StepArgs& s) {
-                     rope_and_cache(qkv, s.num_tokens, address(s.positions), cos_sin, address(s.slot_mapping), kv_cache,
-                                    kv_dtype, q_norm, k_norm, eps, q_out, num_heads, num_kv_heads, head_dim, rotary_dim,
-                                    block_size);
+                     rope_and_cache(qkv, s.num_tokens, address(s.positions), cos_sin, address(s.slot_mappings[group]),
+                                    kv_cache, kv_dtype, q_norm, k_norm, eps, q_out, num_heads, num_kv_heads, head_dim,
+                                    rotary_dim, block_size);
                  });
              },
              "qkv_ptr"_a, "num_tokens"_a, "positions_ptr"_a, "cos_sin_ptr"_a, "slot_mapping_ptr"_a, "kv_cache_ptr"_a,
              "kv_dtype"_a, "q_norm_ptr"_a, "k_norm_ptr"_a, "eps"_a, "q_out_ptr"_a, "num_heads"_a, "num_kv_heads"_a,
              "head_dim"_a, "rotary_dim"_a, "block_size"_a)
         .def("paged_attention",
-             [](Tape& tape, Address q, Address kv_cache, int kv_dtype, Address, int64_t, Address, Address, int,
+             [](Tape& tape, Address q, Address kv_cache, int kv_dtype, Address table, int64_t, Address, Address, int,
                 int num_heads, int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap,
                 Address out) {
+                 const int group = group_of(tape, table);
                  tape.add([=](const StepArgs& s) {
-                     paged_attention(q, kv_cache, kv_dtype, address(s.block_table), s.block_table_stride,
+                     paged_attention(q, kv_cache, kv_dtype, address(s.block_tables[group]), s.block_table_stride,
                                      address(s.query_start), address(s.seq_lens), s.num_seqs, num_heads, num_kv_heads,
                                      head_dim, block_size, scale, window, softcap, out);
                  });
@@ -416,8 +434,8 @@ void register_tape(nb::module_& m) {
              "q_ptr"_a, "kv_cache_ptr"_a, "kv_dtype"_a, "block_table_ptr"_a, "block_table_stride"_a,
              "query_start_ptr"_a, "seq_lens_ptr"_a, "num_seqs"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
              "block_size"_a, "scale"_a, "window"_a, "softcap"_a, "out_ptr"_a)
-        .def("run", &run_tape, "num_tokens"_a, "num_seqs"_a, "input_ids_ptr"_a, "positions_ptr"_a, "slot_mapping_ptr"_a,
-             "block_table_ptr"_a, "block_table_stride"_a, "query_start_ptr"_a, "seq_lens_ptr"_a, NoGil());
+        .def("run", &run_tape, "num_tokens"_a, "num_seqs"_a, "input_ids_ptr"_a, "positions_ptr"_a, "slot_mapping_ptrs"_a,
+             "block_table_ptrs"_a, "block_table_stride"_a, "query_start_ptr"_a, "seq_lens_ptr"_a, NoGil());
 }
 
 }  // namespace

@@ -63,6 +63,7 @@ class FakeMemory:
     weights_bytes: int = 3 << 20
     kv_cache_bytes: int = 64 << 20
     num_kv_tokens: int = 12345
+    kv_groups: str | None = None
 
 
 Script = Callable[[Sequence[int], int], Sequence[int]]

@@ -29,7 +29,15 @@ from aioengine.loader import load_model
 from aioengine.sampler import Choice
 from tests.kernels.triton_here import need_triton
 from tests.models.plans import FakeRequest, Planner
-from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
+from tests.models.tiny import (
+    VOCAB,
+    make_checkpoint,
+    poison_given_back,
+    poisoned_caches,
+    random_prompt,
+    resolve_for,
+    tiny_layout,
+)
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS = 4, 40, 64, 4
 TEMPERATURE, TOP_K, SEED = 5.0, 12, 123_456_789_012
@@ -128,20 +136,25 @@ def small_grids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forward(family: Family, level: int, small_grids: None) -> StepForward:
+    return make_forward(family.folder, level)
+
+
+def make_forward(folder: Path, level: int) -> StepForward:
+    """A checkpoint's forward pass in the interpreter, over a pool of NaN."""
     ops = CudaOps(torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():
         pytest.skip("the interpreter's test; on a GPU the tests marked gpu run the whole engine")
     need_triton(ops.device)
-    config, resolved = resolve_for(str(family.folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS)
+    config, resolved = resolve_for(str(folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS)
     loaded = load_model(load_checkpoint(config.model), resolved, OpsOnly(ops))
     spec = loaded.spec
-    shape = (spec.num_layers, NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, 2 * spec.head_dim)
+    layout = tiny_layout(spec, BLOCK_SIZE)
     return StepForward(
         loaded.model,
         spec,
         ops,
-        list(torch.full(shape, float("nan")).unbind(0)),
-        block_size=BLOCK_SIZE,
+        poisoned_caches(layout, NUM_BLOCKS),
+        layout=layout,
         max_num_seqs=MAX_SEQS,
         max_blocks=MAX_LEN // BLOCK_SIZE,
         buffer_words=4096,
@@ -157,6 +170,7 @@ def run_step(
     if drawn is not None:
         forward.draws.temperature[drawn.row], forward.draws.seeds[drawn.row] = TEMPERATURE, SEED
         forward.draws.top_p[drawn.row], forward.draws.top_k[drawn.row] = 1.0, TOP_K
+    poison_given_back(planner, forward._kv_caches)
     forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
     facts = StepFacts.of(plan.buffer)
     with torch.no_grad():

@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from aioengine.config import CacheConfig, EngineConfig, ResolvedConfig, resolve
-from aioengine.device import CpuDevice, available_memory_bytes, cpu_num_blocks, kv_bytes_per_token, limit_context
+from aioengine.device import CpuDevice, available_memory_bytes, cpu_num_blocks, limit_context
 from aioengine.errors import InvalidConfig
+from aioengine.kv_layout import layout_of
 from aioengine.model_spec import ModelSpec
 
 GIB = 1 << 30
@@ -43,11 +44,11 @@ def resolved_for(max_model_len: int, **options: object) -> tuple[CacheConfig, Re
 
 def blocks(max_model_len: int, available_bytes: int, **options: object) -> int:
     cache, resolved = resolved_for(max_model_len, **options)
-    return cpu_num_blocks(SPEC, resolved, cache, available_bytes)
+    return cpu_num_blocks(layout_of(SPEC, resolved), resolved, cache, available_bytes)
 
 
 def test_a_token_costs_its_keys_and_values_in_every_layer() -> None:
-    assert kv_bytes_per_token(SPEC, 4) == TOKEN_BYTES
+    assert layout_of(SPEC, resolved_for(1024)[1]).bytes_per_token == TOKEN_BYTES
 
 
 def test_the_pool_is_half_a_gibibyte_by_default() -> None:
@@ -104,7 +105,7 @@ def test_types_that_the_cpu_does_not_compute_in_are_refused(option: str) -> None
 def test_the_kv_cache_has_the_contracts_shape_and_costs_nothing_untouched() -> None:
     _, resolved = resolved_for(1024)
     before = psutil.Process().memory_info().rss
-    caches = CpuDevice(resolved).allocate_kv_cache(SPEC, GIB // BLOCK_BYTES, 16)
+    caches = CpuDevice(resolved).allocate_kv_cache(layout_of(SPEC, resolved), GIB // BLOCK_BYTES)
     assert psutil.Process().memory_info().rss - before < GIB // 4
     assert len(caches) == 4 and sum(cache.nbytes for cache in caches) == GIB
     assert caches[0].shape == (GIB // BLOCK_BYTES, 2, 16, 128) and caches[0].is_contiguous()
@@ -119,6 +120,7 @@ def test_a_pool_that_no_memory_holds_is_told_by_its_size() -> None:
     device = CpuDevice(resolved)
     try:
         with pytest.raises(InvalidConfig, match=r"no memory for a KV pool of 2147483647 blocks .* MiB"):
-            device.allocate_kv_cache(replace(SPEC, num_layers=1000), 2**31 - 1, 16)
+            large = replace(SPEC, num_layers=1000, layer_windows=(None,) * 1000)
+            device.allocate_kv_cache(layout_of(large, resolved), 2**31 - 1)
     finally:
         device.close()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from aioengine.checkpoint import load_checkpoint
 from aioengine.device import CpuDevice
 from aioengine.errors import EngineClosed, EngineDead
+from aioengine.kv_layout import layout_of
 from aioengine.layers.ops_torch import TorchOps
 from aioengine.loader import load_model, make_runner
 from aioengine.runner import CpuRunner, StepResult
@@ -53,7 +54,7 @@ def start_runner(folder: Path, ops: TorchOps | None) -> CpuRunner:
     )
     device = CpuDevice(resolved, ops)
     loaded = load_model(load_checkpoint(config.model), resolved, device)
-    return make_runner(loaded, resolved, config.cache, device)
+    return make_runner(loaded, layout_of(loaded.spec, resolved), resolved, config.cache, device)
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -207,7 +208,7 @@ async def test_a_row_with_broken_scores_fails_alone(runner: CpuRunner, planner: 
     bad, good = planner.request(random_prompt(5)), planner.request(random_prompt(6))
     await step(runner, planner, {bad: 5, good: 6})
     assert runner._worker.work is not None
-    runner._worker.work.kv_caches[0][bad.blocks[0]] = float("nan")
+    runner._worker.work.kv_caches[0][bad.tables[0][0]] = float("nan")
     result = await step(runner, planner, {good: 1, bad: 1})
     assert result.failures is not None and list(result.failures) == [1]
     assert "not finite" in result.failures[1]

@@ -15,6 +15,7 @@ from aioengine.device import CpuDevice
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.kv_layout import layout_of
 from aioengine.loader import load_model, make_runner
 from aioengine.runner import StepResult
 from aioengine.sampler import compile_sampling
@@ -59,7 +60,7 @@ async def run_all(
     )
     device = CpuDevice(resolved)
     loaded = load_model(load_checkpoint(config.model), resolved, device)
-    runner = make_runner(loaded, resolved, config.cache, device)
+    runner = make_runner(loaded, layout_of(loaded.spec, resolved), resolved, config.cache, device)
     scheduler = Scheduler(
         num_blocks=num_blocks,
         block_size=4,

@@ -42,6 +42,14 @@ def test_targets_become_their_sources_and_nothing_else_changes(run, shape, copie
         assert torch.equal(got, want)
 
 
+def test_layers_that_share_a_tensor_are_copied_once(device):
+    need_triton(device)
+    caches = caches_of(SHAPES[0], torch.float16, device)
+    shared = [cache.flatten(1).unflatten(1, (1, -1, 2)) for cache in caches]
+    copier = BlockCopier([*caches, *shared])
+    assert copier._addresses.tolist() == [cache.data_ptr() for cache in caches]
+
+
 def test_programs_beyond_the_copies_do_nothing(device):
     need_triton(device)
     caches = caches_of(SHAPES[1], torch.float32, device)
@@ -53,9 +61,9 @@ def test_programs_beyond_the_copies_do_nothing(device):
 def test_caches_that_differ_are_refused(device):
     need_triton(device)
     caches = caches_of(SHAPES[0], torch.float16, device)
-    with pytest.raises(ValueError, match="one shape and type"):
+    with pytest.raises(ValueError, match="blocks of one size and type"):
         BlockCopier([caches[0], caches[1].float()])
-    with pytest.raises(ValueError, match="one shape and type"):
+    with pytest.raises(ValueError, match="blocks of one size and type"):
         BlockCopier([cache.transpose(1, 2) for cache in caches_of((2, 4, 2), torch.float16, device)])
     with pytest.raises(ValueError, match="4-byte words"):
         BlockCopier([torch.zeros(4, 1, 1, 3, dtype=torch.float16, device=device)])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
+from aioengine.batch import HostRows
 from aioengine.kernels import step
 from aioengine.kernels.step import StepInputs
+from tests.kernels.triton_here import need_triton
+from tests.models.plans import Planner
 
 BLOCK_SIZE, MAX_ROWS, MAX_BLOCKS = 4, 8, 6
 
@@ -20,7 +26,7 @@ class Row:
     tokens: list[int]  # -1 = the last token sampled for the row
     sample: bool
     num_outputs: int = 0
-    new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (logical, block id)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (group, logical, block id)
 
 
 def packed(rows: list[Row], device: torch.device) -> torch.Tensor:
@@ -40,7 +46,8 @@ def packed(rows: list[Row], device: torch.device) -> torch.Tensor:
             0,
         ]
         tokens += row.tokens
-        updates += [word for logical, block in row.new_blocks for word in (row.row, logical, block)]
+        for group, logical, block in row.new_blocks:
+            updates += [group * MAX_ROWS + row.row, logical, block]
     off_tokens = 16 + len(words)
     off_blocks = off_tokens + len(tokens)
     total = off_blocks + len(updates)
@@ -49,24 +56,30 @@ def packed(rows: list[Row], device: torch.device) -> torch.Tensor:
     return torch.tensor(data, dtype=torch.int32, device=device)
 
 
-def unpacked_slowly(rows: list[Row], table: list[list[int]], last: list[int], sizes: tuple[int, int, int]) -> dict:
-    """What each field must be, as lists; updates `table` in place."""
+def unpacked_slowly(
+    rows: list[Row], tables: list[list[list[int]]], last: list[int], sizes: tuple[int, int, int], scales: list[int]
+) -> dict:
+    """What each field must be, as lists; updates `tables`, by group and row, in place."""
     num_tokens, num_rows, num_samples = sizes
     for row in rows:
-        for logical, block in row.new_blocks:
-            table[row.row][logical] = block
+        for group, logical, block in row.new_blocks:
+            tables[group][row.row][logical] = block
     out = {name: [] for name in StepInputs.__dataclass_fields__}
+    out["block_table"], out["slot_mapping"] = ([[] for _ in scales] for _ in range(2))
     for row in rows:
         out["query_start_loc"].append(len(out["input_ids"]))
         out["seq_lens"].append(row.computed + len(row.tokens))
         out["rows"].append(row.row)
-        blocks = -(-out["seq_lens"][-1] // BLOCK_SIZE)
-        out["block_table"].append(table[row.row][:blocks] + [0] * (MAX_BLOCKS - blocks))
+        for group, scale in enumerate(scales):
+            blocks = -(-out["seq_lens"][-1] // (BLOCK_SIZE * scale))
+            out["block_table"][group].append(tables[group][row.row][:blocks] + [0] * (MAX_BLOCKS - blocks))
         for i, token in enumerate(row.tokens):
             position = row.computed + i
             out["input_ids"].append(last[row.row] if token == -1 else token)
             out["positions"].append(position)
-            out["slot_mapping"].append(table[row.row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            for group, scale in enumerate(scales):
+                logical, offset = divmod(position, BLOCK_SIZE * scale)
+                out["slot_mapping"][group].append(tables[group][row.row][logical] * BLOCK_SIZE * scale + offset)
         if row.sample:
             out["sample_indices"].append(len(out["input_ids"]) - 1)
             out["sample_rows"].append(row.row)
@@ -85,7 +98,8 @@ def unpacked_slowly(rows: list[Row], table: list[list[int]], last: list[int], si
         "sample_num_outputs": (num_samples, 0),
     }
     for name, (size, value) in padding.items():
-        out[name] += [value] * (size - len(out[name]))
+        for values in out[name] if name in ("block_table", "slot_mapping") else [out[name]]:
+            values += [value] * (size - len(values))
     return out
 
 
@@ -94,43 +108,52 @@ def unpack(run):
     if run == "reference":
         return step.unpack_ref
 
-    def unpack_into_poisoned_buffers(buffer, table, last, block_size, *sizes) -> StepInputs:
-        out = StepInputs.empty(*sizes, table.shape[1], table.device)
+    def unpack_into_poisoned_buffers(buffer, table, last, block_size, *sizes, scales=(1,)) -> StepInputs:
+        large = StepInputs.empty(sizes[0] + 3, sizes[1] + 2, sizes[2], table.shape[1], table.device, len(scales))
+        out = large.first(*sizes)
         for name in StepInputs.__dataclass_fields__:
             getattr(out, name).fill_(-123)
-        step.unpack(buffer, table, last, block_size, out)
+        scales = torch.tensor(scales, dtype=torch.int32, device=table.device) if len(scales) > 1 else None
+        step.unpack(buffer, table, last, block_size, out, scales)
         return out
 
     return unpack_into_poisoned_buffers
 
 
 PREFILLS = [
-    Row(3, 0, [11, 12, 13, 14, 15], True, 0, [(0, 9), (1, 4)]),
-    Row(0, 0, [21, 22], False, 0, [(0, 7)]),
+    Row(3, 0, [11, 12, 13, 14, 15], True, 0, [(0, 0, 9), (0, 1, 4), (1, 0, 2), (2, 0, 12), (2, 1, 13)]),
+    Row(0, 0, [21, 22], False, 0, [(0, 0, 7), (1, 0, 3), (2, 0, 14)]),
 ]
 MIXED = [
     Row(3, 5, [-1], True, 1),
-    Row(0, 2, [23, 24, 25, 26, 27, 28], True, 0, [(1, 30)]),
-    Row(6, 8, [61], True, 0, [(0, 5), (1, 6), (2, 8)]),
+    Row(0, 2, [23, 24, 25, 26, 27, 28], True, 0, [(0, 1, 30), (2, 1, 15)]),
+    Row(6, 8, [61], True, 0, [(0, 0, 5), (0, 1, 6), (0, 2, 8), (1, 1, 10), (2, 2, 16)]),  # out of windows: not sent
 ]
-DECODES = [Row(6, 9, [-1], True, 1), Row(3, 6, [-1], True, 2), Row(0, 8, [-1], True, 1, [(2, 31)])]
+DECODES = [
+    Row(6, 9, [-1], True, 1),
+    Row(3, 6, [-1], True, 2),
+    Row(0, 8, [-1], True, 1, [(0, 2, 31), (1, 1, 11), (2, 2, 17)]),
+]
 
 
+@pytest.mark.parametrize("scales", [[1], [1, 2, 1]], ids=["one group", "three groups"])
 @pytest.mark.parametrize("padding", [(0, 0, 0), (1, 1, 1), (50, 5, 7)])
-def test_steps_in_sequence_equal_the_model(unpack, padding, device):
-    """E11, E12, M11: tokens from host and device mixed in any order; block tables persist by row."""
-    table = torch.full((MAX_ROWS, MAX_BLOCKS), 77, dtype=torch.int32, device=device)  # stale ids
-    model_table = table.tolist()
+def test_steps_in_sequence_equal_the_model(unpack, padding, scales, device):
+    """E11, E12, M11, A18: tokens from host and device mixed in any order; block tables persist by group and row."""
+    num_groups = len(scales)
+    table = torch.full((num_groups * MAX_ROWS, MAX_BLOCKS), 77, dtype=torch.int32, device=device)  # stale ids
+    model_tables = table.view(num_groups, MAX_ROWS, MAX_BLOCKS).tolist()
     last = torch.arange(100, 100 + MAX_ROWS, dtype=torch.int32, device=device)
-    for rows in (PREFILLS, MIXED, DECODES, [], DECODES[:1]):
+    for step_rows in (PREFILLS, MIXED, DECODES, [], DECODES[:1]):
+        rows = [dataclasses.replace(r, new_blocks=[b for b in r.new_blocks if b[0] < num_groups]) for r in step_rows]
         exact = (sum(len(r.tokens) for r in rows), len(rows), sum(r.sample for r in rows))
         sizes = tuple(real + extra for real, extra in zip(exact, padding, strict=True))
-        expected = unpacked_slowly(rows, model_table, last.tolist(), sizes)
-        got = unpack(packed(rows, device), table, last, BLOCK_SIZE, *sizes)
+        expected = unpacked_slowly(rows, model_tables, last.tolist(), sizes, scales)
+        got = unpack(packed(rows, device), table, last, BLOCK_SIZE, *sizes, scales=scales)
         for name, value in expected.items():
             assert getattr(got, name).tolist() == value, name
             assert getattr(got, name).dtype == torch.int32
-        assert table.tolist() == model_table
+        assert table.tolist() == [row for rows in model_tables for row in rows]
 
 
 def test_a_step_larger_than_its_bucket_is_refused(device):
@@ -138,3 +161,57 @@ def test_a_step_larger_than_its_bucket_is_refused(device):
     last = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="does not fit the bucket of 6 tokens"):
         step.unpack_ref(packed(PREFILLS, device), table, last, BLOCK_SIZE, 6, 8, 8)
+
+
+def test_the_unpack_says_what_does_not_fit_together(device):
+    need_triton(device)
+    table = torch.zeros(2 * MAX_ROWS, MAX_BLOCKS, dtype=torch.int32, device=device)
+    last = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+    buffer = packed(PREFILLS, device)
+    two = StepInputs.empty(8, 2, 1, MAX_BLOCKS, device, 2)
+    with pytest.raises(ValueError, match="2 groups need a scale each"):
+        step.unpack(buffer, table, last, BLOCK_SIZE, two)
+    with pytest.raises(ValueError, match="as wide as"):
+        step.unpack(buffer, table[:, :-1], last, BLOCK_SIZE, two, torch.ones(2, dtype=torch.int32, device=device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_device_unpacks_what_the_host_unpacks(seed, run, device):
+    """Random steps of several groups: the CPU's rows and the kernel keep the same tables and slots."""
+    groups = [("full", 0, 1), ("sliding", 5, 1), ("sliding", 14, 2), ("chunked", 8, 4)]
+    scales = [scale for _, _, scale in groups]
+    planner = Planner(vocab_size=97, block_size=BLOCK_SIZE, num_blocks=200, max_num_seqs=MAX_ROWS, kv_groups=groups)
+    host = HostRows(MAX_ROWS, 16, [BLOCK_SIZE * scale for scale in scales])
+    table = torch.zeros(len(groups) * MAX_ROWS, 16, dtype=torch.int32, device=device)
+    last = torch.arange(100, 100 + MAX_ROWS, dtype=torch.int32, device=device)
+    host.set_last_tokens(np.arange(MAX_ROWS), last.cpu().numpy())
+    draw = random.Random(seed)
+    live = []
+    for _ in range(12):
+        while len(live) < MAX_ROWS - 2:
+            live.append(planner.request([draw.randrange(97) for _ in range(draw.randint(1, 40))]))
+        chunks = {}
+        for request in draw.sample(live, draw.randint(1, len(live))):
+            left = len(request.prompt) + request.num_in_flight - request.num_computed
+            chunks[request] = draw.randint(1, min(left, 9))
+        buffer = planner.plan(chunks).buffer
+        expected = host.unpack(buffer)
+        words, sizes = (
+            torch.from_numpy(buffer).to(device),
+            (len(expected.input_ids), len(chunks), len(expected.sample_rows)),
+        )
+        if run == "reference":
+            got = step.unpack_ref(words, table, last, BLOCK_SIZE, *sizes, scales=scales)
+        else:
+            got = StepInputs.empty(*sizes, 16, device, len(groups))
+            step.unpack(words, table, last, BLOCK_SIZE, got, torch.tensor(scales, dtype=torch.int32, device=device))
+        assert got.input_ids.cpu().equal(expected.input_ids) and got.positions.cpu().equal(expected.positions)
+        for group, (scale, meta) in enumerate(zip(scales, expected.attention, strict=True)):
+            assert got.slot_mapping[group].cpu().equal(meta.slot_mapping)
+            for row, length in enumerate(meta.seq_lens.tolist()):
+                blocks = -(-length // (BLOCK_SIZE * scale))
+                assert got.block_table[group, row, :blocks].tolist() == meta.block_table[row, :blocks].tolist()
+        for request in [r for r in live if r.num_computed == len(r.prompt) + r.num_in_flight and draw.random() < 0.3]:
+            planner.leave(request)
+            live.remove(request)

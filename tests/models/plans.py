@@ -25,8 +25,9 @@ class FakeRequest:
     sampling: object
     outputs: list[int] = field(default_factory=list)
     row: int = -1
-    blocks: list[int] = field(default_factory=list)
-    num_sent_blocks: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    """Blocks by group; 0 where a block was given back."""
+    num_sent_blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
     scores_prompt: bool = False
@@ -53,11 +54,24 @@ class FakePlan:
 
 
 class Planner:
-    """Packs plans; blocks are handed out in a shuffled order, rows lowest first."""
+    """Packs plans; blocks are handed out in a shuffled order, rows lowest first.
+
+    What a window of `kv_groups` has left goes back when a step is planned, and into `given_back`.
+    """
 
     def __init__(
-        self, *, vocab_size: int, block_size: int, num_blocks: int, max_num_seqs: int = 8, seed: int = 0
+        self,
+        *,
+        vocab_size: int,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int = 8,
+        seed: int = 0,
+        kv_groups: Sequence[tuple[str, int, int]] = (("full", 0, 1),),
     ) -> None:
+        self.kv_groups = kv_groups
+        self.max_num_seqs = max_num_seqs
+        self.given_back: list[int] = []
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.free_blocks = list(range(1, num_blocks))
@@ -70,17 +84,37 @@ class Planner:
     def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> FakeRequest:
         params = params or SamplingParams(temperature=0.0)
         plan = compile_sampling(params, None, self.vocab_size, (), 0, 0)
-        return FakeRequest(list(prompt), plan, scores_prompt=params.prompt_logprobs is not None)
+        request = FakeRequest(list(prompt), plan, scores_prompt=params.prompt_logprobs is not None)
+        request.tables = [[] for _ in self.kv_groups]
+        return request
 
     def sibling(self, request: FakeRequest, num_shared: int) -> FakeRequest:
         """One that continues after the first tokens of another: full blocks shared, the next one copied."""
         known = request.prompt + request.outputs
-        assert num_shared <= request.num_computed and num_shared % self.block_size
+        assert num_shared <= request.num_computed and num_shared % self.block_size and len(self.kv_groups) == 1
         sibling = FakeRequest(known[: num_shared + 1], request.sampling, num_computed=num_shared)
         full = num_shared // self.block_size
-        sibling.blocks = [*request.blocks[:full], self.free_blocks.pop()]
-        self.copies.append((request.blocks[full], sibling.blocks[full]))
+        sibling.tables = [[*request.tables[0][:full], self.free_blocks.pop()]]
+        self.copies.append((request.tables[0][full], sibling.tables[0][full]))
         return sibling
+
+    def _place(self, request: FakeRequest, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Blocks for the tokens start .. end in all groups; the updates that tell the device."""
+        updates = []
+        for g, ((kind, reach, scale), table) in enumerate(zip(self.kv_groups, request.tables, strict=True)):
+            size = self.block_size * scale
+            first_read = {"full": 0, "sliding": start - reach + 1, "chunked": start // max(reach, 1) * reach}[kind]
+            for i in range(min(max(0, first_read) // size, len(table))):
+                if table[i]:
+                    self.given_back.append(table[i])
+                    self.free_blocks.insert(0, table[i])
+                    table[i] = 0
+            while len(table) * size < end:
+                table.append(self.free_blocks.pop())
+            new = range(request.num_sent_blocks[g], len(table))
+            updates += [(g * self.max_num_seqs + request.row, i, table[i]) for i in new]
+            request.num_sent_blocks[g] = len(table)
+        return updates
 
     def plan(self, chunks: Mapping[FakeRequest, int]) -> FakePlan:
         """A step in which each request computes this many of its tokens, in this order."""
@@ -89,17 +123,13 @@ class Planner:
             flags = 0
             if request.row < 0:
                 request.row = self.free_rows.pop()
-                request.num_sent_blocks = 0
+                request.num_sent_blocks = [0] * len(self.kv_groups)
                 joined.append(request)
                 flags |= JOINED
             known = request.prompt + request.outputs + [-1] * request.num_in_flight
             start, end = request.num_computed, request.num_computed + num_new
             assert end <= len(known)
-            while len(request.blocks) * self.block_size < end:
-                request.blocks.append(self.free_blocks.pop())
-            for i in range(request.num_sent_blocks, len(request.blocks)):
-                updates.append((request.row, i, request.blocks[i]))
-            request.num_sent_blocks = len(request.blocks)
+            updates += self._place(request, start, end)
             num_outputs = len(request.outputs) + request.num_in_flight
             sample_index = -1
             if end == len(known):
@@ -140,5 +170,5 @@ class Planner:
         """Takes row and blocks back; a request that joins again computes everything anew."""
         self.left_rows.append(request.row)
         self.free_rows.append(request.row)
-        self.free_blocks += request.blocks
-        request.row, request.blocks, request.num_computed = -1, [], 0
+        self.free_blocks += [block for table in request.tables for block in table if block]
+        request.row, request.tables, request.num_computed = -1, [[] for _ in self.kv_groups], 0

@@ -18,7 +18,7 @@ from aioengine.layers.ops_torch import TorchOps
 from aioengine.loader import load_model
 from aioengine.raw_tensor import RawTensor, TensorKind
 
-from .tiny import PagedModel, load_paged, make_checkpoint, random_prompt, resolve_for
+from .tiny import PagedModel, load_paged, make_checkpoint, poison_given_back, random_prompt, resolve_for
 
 
 def raw(kind: TensorKind, rows: int, columns: int, seed: int = 0) -> RawTensor:
@@ -86,7 +86,7 @@ def test_a_quantized_model_equals_the_oracle(folder: Path) -> None:
 
 def test_a_replay_gives_the_bits_of_the_calls_it_recorded(folder: Path) -> None:
     eager, recorded = load_quantized(folder, CpuOps()), load_quantized(folder, CpuOps())
-    forward = CpuForward(recorded.loaded.model, recorded.kv_caches, max_num_tokens=40)
+    forward = CpuForward(recorded.loaded.model, recorded.kv_caches, recorded.layout.group_of_layer, max_num_tokens=40)
     pairs = [[paged.planner.request(random_prompt(n, seed=n)) for n in (40, 7)] for paged in (eager, recorded)]
     for chunks in ((20, None), (None, 7), (15, 0), (5, 0)):
         hidden = []
@@ -102,9 +102,25 @@ def test_a_replay_gives_the_bits_of_the_calls_it_recorded(folder: Path) -> None:
         assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
+def test_a_replay_keeps_the_block_tables_of_groups_apart(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3-five-to-two", tmp_path)
+    paged = load_paged(tmp_path, CpuOps(), block_size=4)
+    assert len(paged.layout.groups) == 4 and paged.layout.num_tensors == 2
+    forward = CpuForward(paged.loaded.model, paged.kv_caches, paged.layout.group_of_layer, max_num_tokens=16)
+    prompt, hidden = random_prompt(41), []
+    request = paged.planner.request(prompt)
+    for num_new in (16, 3, 16, 6):
+        step = paged.rows.unpack(paged.planner.plan({request: num_new}).buffer)
+        poison_given_back(paged.planner, paged.kv_caches)
+        hidden.append(forward(step.input_ids, step.positions, step.attention).clone())
+    with torch.no_grad():
+        expected = model.model(torch.tensor([prompt])).last_hidden_state[0]
+    torch.testing.assert_close(torch.cat(hidden), expected, atol=1e-4, rtol=0)
+
+
 def test_a_step_longer_than_recorded_is_refused(folder: Path) -> None:
     paged = load_quantized(folder, CpuOps())
-    forward = CpuForward(paged.loaded.model, paged.kv_caches, max_num_tokens=4)
+    forward = CpuForward(paged.loaded.model, paged.kv_caches, paged.layout.group_of_layer, max_num_tokens=4)
     step = paged.rows.unpack(paged.planner.plan({paged.planner.request(random_prompt(5)): 5}).buffer)
     with pytest.raises(ValueError, match="5 tokens, recorded for 4"):
         forward(step.input_ids, step.positions, step.attention)

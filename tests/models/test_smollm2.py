@@ -21,6 +21,7 @@ from aioengine.config import EngineConfig, resolve
 from aioengine.device import CpuDevice
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
+from aioengine.kv_layout import layout_of
 from aioengine.loader import load_model, make_runner
 from aioengine.sampler import RowLogprobs, compile_sampling
 from aioengine.tokenizer import load_tokenizer
@@ -72,7 +73,8 @@ def answers(smollm2_path: Path) -> dict[str, Answer]:
         found[name] = (prompt, [], [])
 
     async def run() -> dict[str, Answer]:
-        runner = make_runner(load_model(checkpoint, resolved, device), resolved, config.cache, device)
+        loaded = load_model(checkpoint, resolved, device)
+        runner = make_runner(loaded, layout_of(loaded.spec, resolved), resolved, config.cache, device)
         scheduler = Scheduler(
             num_blocks=runner.memory.num_blocks,
             block_size=resolved.block_size,

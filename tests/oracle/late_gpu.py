@@ -102,7 +102,10 @@ class LateGpu:
     def runner(self, *, vocab_size: int, max_num_seqs: int, max_in_flight: int, **options: Any) -> Any:
         """A real runner on this device."""
         memory = MemoryReport(
-            weights_bytes=0, kv_cache_bytes=0, kv_bytes_per_token=0, num_blocks=2, block_size=self.model.block_size
+            weights_bytes=0,
+            layout=None,  # type: ignore[arg-type]
+            num_blocks=2,
+            max_model_len=1,
         )
         return cuda_runner.CudaRunner(
             SimpleNamespace(),  # type: ignore[arg-type]

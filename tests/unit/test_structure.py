@@ -29,7 +29,13 @@ ALLOWED = {
 # What measures the parts themselves, or the engine around a runner that computes nothing.
 INSIDE = {
     "bench/core.py": ("aioengine.fastcore",),
-    "bench/host_only.py": ("aioengine.checkpoint", "aioengine.fastcore", "aioengine.runner", "aioengine.startup"),
+    "bench/host_only.py": (
+        "aioengine.checkpoint",
+        "aioengine.fastcore",
+        "aioengine.kv_layout",
+        "aioengine.runner",
+        "aioengine.startup",
+    ),
     "bench/pool.py": ("aioengine.fastcore",),
     "bench/replay.py": ("aioengine.fastcore",),
 }
