@@ -21,6 +21,7 @@ import numpy as np
 from aioengine.errors import ContextLengthExceeded, InvalidRequest
 from aioengine.fastcore.cache_control import CacheControl
 from aioengine.fastcore.named_prefix import NamedPrefix
+from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.types import CacheReply, CacheStats, CacheStatus, Prompt
 
@@ -157,6 +158,18 @@ class CacheAdmin:
             num_pins_broken=num_broken,
             **facts,
         )
+
+    def take_back(self, request: Request) -> None:
+        """Evicts what a request whose row failed in a step not settled yet may have spoiled."""
+        num_blocks, num_broken = self._control.take_back(request)
+        if num_blocks:
+            self._forget_broken_leases()
+            logger.warning(
+                "request %s failed on the device: %d cached blocks were evicted, %d pins broken",
+                request.request_id,
+                num_blocks,
+                num_broken,
+            )
 
     async def reset(self, *, force: bool = False) -> CacheReply:
         """Forgets every cached prefix.

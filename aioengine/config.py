@@ -61,7 +61,9 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = option(16, "Tokens per KV block.")
-    enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
+    enable_prefix_caching: bool = option(
+        True, "Reuse the KV of equal prompt beginnings, also among requests that arrive together."
+    )
     prefix_caching_hash_algo: Literal["xxh3_128", "sha256"] = option(
         "xxh3_128",
         "Block hash: xxh3_128 has a random root per process; sha256 has a fixed one that processes can share.",

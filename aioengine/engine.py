@@ -167,7 +167,13 @@ class AsyncEngine:
         )
         self._metrics = EngineMetrics(self.stats, parts.served_name)
         self._events = KVEvents.start(config.cache, self._scheduler.kv)
-        self._live = LiveRequests(self._scheduler, self._metrics, parts.tokenizer, parts.eos_token_ids)
+        self._live = LiveRequests(
+            self._scheduler,
+            self._metrics,
+            parts.tokenizer,
+            parts.eos_token_ids,
+            take_back=lambda request: self._cache.take_back(request),
+        )
         self._steps = StepLoop(
             self._scheduler,
             parts.runner,

@@ -91,6 +91,7 @@ class LiveRequests:
     Args:
         tokenizer: makes text of tokens; None leaves texts empty.
         eos_token_ids: the model's own end tokens.
+        take_back: takes out of the cache what a request has computed whose row failed; nothing is settled then.
         clock: seconds that only go forward; of another kind in tests.
     """
 
@@ -101,9 +102,11 @@ class LiveRequests:
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
         *,
+        take_back: Callable[[Request], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
+        self._take_back = take_back
         self._clock = clock
         self._metrics = metrics
         self._tokenizer = tokenizer
@@ -183,8 +186,11 @@ class LiveRequests:
         if result.prompt_logprobs:
             self._book_prompt_logprobs(plan, result)
         rows = _rows_by_request(plan, result) if result.logprobs else None
+        failures = result.failures or {}
+        for row in failures:
+            self._take_back(plan.requests[row])
         changed = self._scheduler.update(plan, result.token_ids)
-        for row, why in (result.failures or {}).items():  # a row may fail before it samples anything
+        for row, why in failures.items():  # a row may fail before it samples anything
             failed = _choice_of(plan.requests[row])
             if failed.is_open:
                 self._fail_choice(failed, EngineError(why))

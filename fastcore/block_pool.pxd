@@ -1,5 +1,5 @@
 # The records of all KV blocks and the free list threaded through them.
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from aioengine.fastcore.eviction cimport CostOrder
 
@@ -21,7 +21,8 @@ cdef struct Block:    # 16 bytes, no Python object
     int32_t num_refs
     int32_t prev
     int32_t next
-    uint32_t flags
+    uint16_t flags
+    uint16_t step       # low bits of the step that computes the content that was offered to the map last
 
 
 cdef class BlockPool:

@@ -79,7 +79,7 @@ cdef class BlockPool:
 
     cdef int hit(self, int32_t block_id) except -1:
         """One owner more, who found the block by its hash."""
-        self.blocks[block_id].flags &= ~<uint32_t> PREWARMED
+        self.blocks[block_id].flags &= ~<uint16_t> PREWARMED
         return self.acquire(block_id)
 
     cdef int release(self, int32_t block_id) except -1:
@@ -112,7 +112,7 @@ cdef class BlockPool:
 
     cdef int touch(self, int32_t block_id) except -1:
         """A free hashed block was used without being owned: nothing is younger."""
-        self.blocks[block_id].flags &= ~<uint32_t> PREWARMED
+        self.blocks[block_id].flags &= ~<uint16_t> PREWARMED
         return self.relist(block_id)
 
     cdef int relist(self, int32_t block_id) except -1:

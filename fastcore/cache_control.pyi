@@ -3,6 +3,7 @@
 from typing import final
 
 from aioengine.fastcore.named_prefix import NamedPrefix
+from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 
 @final
@@ -21,6 +22,14 @@ class CacheControl:
         Returns:
             Whether it was exact, blocks taken out, of those still in use, requests that go on with them, and
             pins broken; None if it cannot be done, or not exactly and has to be: then nothing changes.
+        """
+    def take_back(self, request: Request) -> tuple[int, int]:
+        """Evicts what a request has computed since its last good token, because a row of it has failed.
+
+        Called before the step is settled. Those who hit it already go on, but cache nothing of it.
+
+        Returns:
+            Blocks taken out and pins broken.
         """
     def bar(self, name: NamedPrefix) -> bool:
         """From now on the span is never cached; False if it is barred already."""

@@ -121,6 +121,19 @@ cdef class CacheControl:
                 count += 1
         return count
 
+    def take_back(self, Request request not None):
+        """Evicts what a request has computed since its last good token: a row of it has failed.
+
+        Called before that step is settled. Whoever hit it already computes on the same numbers and fails in turn,
+        or keeps for itself what it computes; nobody else hits them any more. Returns the blocks taken out and the
+        pins broken.
+        """
+        cdef int32_t first = request.num_proven // self.kv.block_size
+        if self.kv.hasher is None or first >= request.num_tokens // self.kv.block_size:
+            return 0, 0
+        _, num_blocks, _, _, num_broken = self.evict(NamedPrefix.of_block(request, first, self.kv.block_size))
+        return num_blocks, num_broken
+
     def bar(self, NamedPrefix name not None):
         """From now on the span is never cached; False if it is barred already."""
         if name in self.kv.barred:

@@ -1,5 +1,5 @@
 # Blocks of requests: prefix hits, allocation, publication, release.
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.block_pool cimport BlockPool
@@ -17,10 +17,14 @@ cdef class KVManager:
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
     cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
+    cdef int64_t step                         # the step being made, or that was made last
+    cdef int64_t settled_step                 # the newest one that is over
+    cdef bint hides_fresh                     # the step being made may still lose what was scheduled in it
 
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1
     cdef int32_t match_cached(self, Request request) except -1
+    cdef int32_t before_fresh(self, Request request, int32_t num_hits) noexcept
     cdef int match_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t before_barred(self, Request request, int32_t most) except -1
     cdef bint continues(self, int32_t block_id, Request request, int32_t at) except -1
@@ -34,6 +38,11 @@ cdef class KVManager:
     cpdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
+    cdef int publish_ahead(self, Request request) except -1
+    cdef int publish_as_of(self, Request request, int32_t num_computed, int64_t step) except -1
+    cdef int take_back(self, Request request) except -1
+    cdef bint is_fresh(self, int32_t block_id) noexcept
+    cdef bint is_settled(self, int32_t block_id) noexcept
     cpdef int release(self, Request request) except -1
     cdef bint is_barred(self, Request request, int32_t at) except *
     cdef int offer(self, Request request, int32_t at) except -1

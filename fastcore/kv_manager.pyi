@@ -57,7 +57,7 @@ class KVManager:
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
     def publish(self, request: Request, num_computed: int) -> int:
-        """Offers blocks that are full and computed to the prefix map."""
+        """Offers blocks that are full, and whose step is over, to the prefix map."""
     def release(self, request: Request) -> int:
         """Gives all blocks back, deepest first."""
     @property

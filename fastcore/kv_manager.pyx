@@ -6,13 +6,19 @@ request, left to right:
     | hit in the prefix map | computed before | new in this step | (free slots of the last block)
     | <---- match --------> |                 |                  |
     | <-- shared, full ---> | <--- owned by this request alone: admit / extend --------------->
-    | <------- num_published: full, computed, offered ------> |      publish
+    | <------- num_published: full, computed, offered ------> |      publish, publish_ahead
 
 Either a call gets all blocks it needs or it changes nothing (A13). Table entries never change while the
-request has them (A11), and only blocks with one owner are ever written (INV-25): a hit covers full blocks
-only, and a full block is never written again. What is known of a block that is not full goes into a block of
+request has them (A11), and only blocks with one owner are ever written (INV-25), but for those that others hit
+in the step that fills them: a hit covers full blocks only, and a full block is never written again. What is known of a block that is not full goes into a block of
 the request's own, as a copy made by the device at the start of the step (A10). The source is
 held until that step is packed, so that it is nobody's new block in the same step (INV-18).
+
+A block is offered as soon as a step is made that fills it with known tokens: the device runs steps in order,
+and in every layer of a step the keys and values of all rows are written before any row reads. So a block that
+is read in step N was written by a step <= N. A copy is made before anything of its step is written: its source
+is a sibling's, computed by an earlier step, or cached and computed by one that is over. No row of that has
+failed, whose numbers would spread unseen; siblings fail together.
 """
 import cython
 
@@ -83,7 +89,15 @@ cdef class KVManager:
             hits += self.prefix_map.find_path(&request.hashes[hits], known - hits, &request.blocks[hits])
             if hits < known:
                 break
-        return hits
+        return self.before_fresh(request, hits) if self.hides_fresh else hits
+
+    cdef int32_t before_fresh(self, Request request, int32_t num_hits) noexcept:
+        """So many of the first hits of a match are not computed by the step being made."""
+        cdef int32_t i
+        for i in range(num_hits):
+            if self.is_fresh(request.blocks[i]):
+                return i
+        return num_hits
 
     cdef int match_tail(self, Request request, int32_t num_hits) except -1:
         """Finds a cached block behind the hits that begins like the request's next one, to be copied (A10).
@@ -101,7 +115,7 @@ cdef class KVManager:
         cdef int32_t at = self.prefix_map.tree.newest(parent, lane_of(request.first_tail, request.tokens[0]))
         cdef int32_t common
         while at != ROOT and candidates < MOST_CANDIDATES and best < most:
-            common = self.block_tokens.num_common(at, tokens, most)
+            common = self.block_tokens.num_common(at, tokens, most) if self.is_settled(at) else 0
             if common > best and self.continues(at, request, num_hits):
                 best = common
                 request.copy_source = at
@@ -193,7 +207,8 @@ cdef class KVManager:
                 request.blocks, num_hits, num_hits >= (request.num_tokens - 1) // self.block_size
             )
         request.num_blocks = num_hits
-        # What a sibling computes now is not indexed yet; whoever settles its step first will offer it.
+        request.num_proven = min(request.num_proven, request.num_matched)
+        # What a sibling computes now may not be indexed yet; whoever settles its step first will offer it.
         while (
             request.num_published < num_hits
             and self.pool.blocks[request.blocks[request.num_published]].flags & HASHED
@@ -234,11 +249,20 @@ cdef class KVManager:
         return 0
 
     cpdef int publish(self, Request request, int32_t num_computed) except -1:
-        """Offers the blocks that are full with `num_computed` computed positions to the prefix map.
+        """Offers the blocks that are full with `num_computed` positions to the prefix map: their step is over.
 
-        Called after the step that computed them, so that nobody reads a block before it is written. A block
-        whose hash the map knows stays an unhashed duplicate of its request (A11).
+        A block whose hash the map knows stays an unhashed duplicate of its request (A11).
         """
+        return self.publish_as_of(request, num_computed, self.settled_step)
+
+    cdef int publish_ahead(self, Request request) except -1:
+        """Offers the blocks that a request, all of whose tokens are known, fills in the step being made."""
+        cdef int32_t reached = request.num_computed_tokens + request.step_tokens
+        if CHECKED:
+            assert reached <= request.num_tokens, f"{request!r} fills blocks with tokens that nobody knows"
+        return self.publish_as_of(request, reached, self.step)
+
+    cdef int publish_as_of(self, Request request, int32_t num_computed, int64_t step) except -1:
         cdef int32_t full = num_computed // self.block_size
         full = min(full, request.publish_until)
         if self.hasher is None or full <= request.num_published:
@@ -247,9 +271,36 @@ cdef class KVManager:
         cdef int32_t i
         for i in range(request.num_published, full):
             if not self.pool.blocks[request.blocks[i]].flags & HASHED:  # else its other owner was first
+                self.pool.blocks[request.blocks[i]].step = <uint16_t> step
                 self.offer(request, i)
         request.num_published = full
         return 0
+
+    cdef int take_back(self, Request request) except -1:
+        """Forgets what a request was to compute in the step being made: it never will.
+
+        With it goes what others offered behind it; they do so again when they give their blocks back.
+        """
+        cdef int32_t first = request.num_computed_tokens // self.block_size
+        cdef int32_t i
+        for i in range(first, request.num_published):
+            if self.pool.blocks[request.blocks[i]].flags & HASHED:
+                self.prefix_map.remove(request.blocks[i])
+        request.num_published = min(request.num_published, first)
+        return 0
+
+    cdef bint is_fresh(self, int32_t block_id) noexcept:
+        """Whether the step being made computes an indexed block."""
+        return self.pool.blocks[block_id].step == <uint16_t> self.step
+
+    cdef bint is_settled(self, int32_t block_id) noexcept:
+        """Whether the step that computed an indexed block is over.
+
+        Only the low bits of a step are kept. A block of some multiple of 65536 steps ago may be taken for a new
+        one, and then is not copied: nothing worse.
+        """
+        cdef uint16_t behind = <uint16_t> (self.pool.blocks[block_id].step - self.settled_step - 1)
+        return behind >= self.step - self.settled_step
 
     cdef int offer(self, Request request, int32_t at) except -1:
         """Indexes a full block of a request if its parent is indexed and its hash is not."""

@@ -15,6 +15,8 @@ cdef class NamedPrefix:
     cdef readonly int32_t span_block    # block of the table in which the span begins
     cdef int32_t num_telling            # tokens that tell whether somebody has that block
 
+    @staticmethod
+    cdef NamedPrefix of_block(Request request, int32_t at, int32_t block_size)
     cdef bint is_in(self, Request request) noexcept
     cdef bint begins_in(self, Request request) noexcept
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1

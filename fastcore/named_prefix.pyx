@@ -30,6 +30,15 @@ cdef class NamedPrefix:
         self.start, self.span_block = start, start // block_size
         self.num_telling = min(self.num_tokens, (self.span_block + 1) * block_size)
 
+    @staticmethod
+    cdef NamedPrefix of_block(Request request, int32_t at, int32_t block_size):
+        """The name of a full block of a request."""
+        cdef NamedPrefix name = NamedPrefix(
+            request.token_ids()[: (at + 1) * block_size], block_size, start=at * block_size
+        )
+        name.first_tail, name.later_tail = request.first_tail, request.later_tail
+        return name
+
     cdef bint is_in(self, Request request) noexcept:
         """Whether a request has the block of the span, as far as the name goes."""
         return (

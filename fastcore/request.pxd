@@ -78,12 +78,14 @@ cdef class Request:
     cdef int32_t stop_token
     cdef double first_scheduled_s               # -1 = never
 
-    # Blocks (KV manager). The first num_published ones are full, computed and offered to the prefix map.
+    # Blocks (KV manager). The first num_published ones are offered to the prefix map: full once the steps
+    # that were made are over.
     cdef int32_t* blocks
     cdef int32_t blocks_capacity
     cdef int32_t num_blocks
     cdef int32_t num_published
     cdef int32_t publish_until                  # blocks from here on hold, or saw, what was evicted by name
+    cdef int32_t num_proven                     # tokens with which one was sampled since, or that were hits
     cdef readonly int32_t num_matched           # tokens found by the last match
     cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
     cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted

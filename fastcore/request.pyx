@@ -67,7 +67,7 @@ cdef class Request:
         self.max_tokens, self.min_tokens, self.ignore_eos = max_tokens, min_tokens, ignore_eos
         self.priority, self.arrival_s = priority, arrival_s
         self.skip_prefix_cache, self.wants_prompt_logits = skip_prefix_cache, wants_prompt_logits
-        self.prewarms, self.publish_until = prewarms, NO_LIMIT
+        self.prewarms, self.publish_until, self.num_proven = prewarms, NO_LIMIT, NO_LIMIT
         self.sampling, self.stream = sampling, stream
         self.first_tail = key_tail(extra_keys, cache_salt)
         self.later_tail = key_tail(extra_keys, b"")

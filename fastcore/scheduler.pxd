@@ -48,6 +48,7 @@ cdef class Scheduler:
     cdef int32_t threshold
     cdef int32_t join_blocks              # table entries that joining rows may still send
     cdef int32_t num_victims
+    cdef int32_t num_chunks               # running requests with more than one token
     cdef bint is_surveyed                 # by `admission`
 
     cdef int64_t num_arrivals
@@ -58,6 +59,7 @@ cdef class Scheduler:
     cdef readonly int64_t num_urgent_preemptions_total
 
     cdef bint schedule_running(self) except -1
+    cdef int publish_chunks(self) except -1
     cdef int schedule_waiting(self) except -1
     cdef double rank_of(self, Request request) except *
     cdef int survey(self) except -1

@@ -145,13 +145,15 @@ cdef class Scheduler:
         self.finish(request, "abort")
 
     def fail_all(self):
-        """Ends everything live with "error" and forgets the steps in flight; returns the requests ended."""
+        """Ends everything live with "error", forgets steps in flight and cache; returns the requests ended."""
         cdef list ended = [*self.running, *self.waiting.in_order(), *self.held]
         self.in_flight.forget_all()
+        self.kv.settled_step = self.in_flight.last_updated
         self.running.clear()
         for request in ended:
             self.end(request, "error")
         self.in_flight.drain()
+        self.kv.forget(())  # what those steps were to compute was offered
         return ended
 
     # ---- a step is made ----
@@ -164,11 +166,15 @@ cdef class Scheduler:
             )
         self.scheduled = []
         self.budget = self.limits.max_num_scheduled_tokens
-        self.num_victims = 0
+        self.num_victims = self.num_chunks = 0
+        self.kv.step, self.kv.hides_fresh = self.in_flight.last_step + 1, False
         self.threshold = self.limits.threshold_for(len(self.running) + len(self.waiting) + len(self.held))
         if self.cost is not None:
             self.pace()
-        if self.schedule_running() and (len(self.waiting) > 0 or self.expecting):
+        cdef bint may_admit = self.schedule_running()
+        if self.num_chunks > 0:
+            self.publish_chunks()
+        if may_admit and (len(self.waiting) > 0 or self.expecting):
             self.call_back()
             self.schedule_waiting()
         if self.num_victims:
@@ -231,9 +237,22 @@ cdef class Scheduler:
                 self.cost.spend(request.num_computed_tokens, num_new)
             request.step_tokens = num_new
             self.budget -= num_new
+            self.num_chunks += num_new > 1
             self.scheduled.append(request)
             at += 1
         return self.num_victims == 0 and not waits
+
+    cdef int publish_chunks(self) except -1:
+        """Offers what running requests compute of their prompts, once no other of them can take their blocks.
+
+        A waiting one still can (`make_way`), before any has been admitted and could have hit them. Single tokens
+        are left to `settle_row`: most of them are not known yet, those of a chunk always are.
+        """
+        cdef Request request
+        for request in self.scheduled:
+            if request.step_tokens > 1:
+                self.kv.publish_ahead(request)
+        return 0
 
     cdef int64_t tokens_left(self, Request request) noexcept:
         """Tokens that a running request could compute now: known + in flight - computed (C9)."""
@@ -273,7 +292,7 @@ cdef class Scheduler:
         """Takes blocks and row from a running request and queues it again (C17, C18, INV-31, INV-32).
 
         Its blocks are free at once even with steps in flight: the device runs steps in order, so their late
-        writes come before anything a new owner writes, and they only touch blocks that were never published.
+        writes come before anything that a new owner writes, or that somebody reads who hits them.
         """
         self.num_victims += 1
         self.num_preemptions_total += 1
@@ -281,6 +300,7 @@ cdef class Scheduler:
         if self.cost is not None:
             self.cost.refund(victim.step_tokens)
         victim.step_tokens = 0
+        self.kv.take_back(victim)
         self.kv.release(victim)
         self.in_flight.leave_row(victim)
         victim.num_computed_tokens = 0
@@ -333,6 +353,7 @@ cdef class Scheduler:
         if self.in_flight.deferred:
             return False  # blocks and rows of finished requests are on their way
         self.survey()
+        self.kv.hides_fresh = True  # a victim takes back what it was to compute in this step
         num_hits = self.kv.match(request)
         self.kv.forget_tail(request, num_hits)  # only whole blocks are counted here
         start = request.num_matched
@@ -422,6 +443,7 @@ cdef class Scheduler:
         self.budget -= num_new
         self.running.append(request)
         self.scheduled.append(request)
+        self.kv.publish_ahead(request)  # from now on this step preempts nobody
         return 0
 
     cdef int set_aside(self, Request request) except -1:
@@ -460,6 +482,7 @@ cdef class Scheduler:
         cdef const int32_t* tokens = &token_ids[0] if token_ids.shape[0] else NULL
         cdef bint any_ended = False
         cdef list changed = []
+        self.kv.settled_step = plan.step_id
         for i in range(plan.num_rows):
             request = <Request> plan.requests[i]
             if request.state == FINISHED:
@@ -484,6 +507,8 @@ cdef class Scheduler:
         # drop it (C19) would mean to compute it again with the same result (INV-33).
         if record.epoch == request.num_preemptions:
             self.kv.publish(request, reached)
+            if record.sample_index >= 0:
+                request.num_proven = reached
         if record.sample_index >= 0:
             request.num_in_flight -= 1
             request.append_token(token_ids[record.sample_index])

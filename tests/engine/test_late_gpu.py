@@ -104,6 +104,8 @@ async def test_tokens_are_the_same_under_every_delay(
         assert request.output_ids_from(0) == expected_tokens(prompt, request.max_tokens)
     assert served.scheduler.num_free_blocks == num_blocks - 1
     assert (served.runner.polled_s > 0) == (poll_us > 0)
+    if num_blocks == 100:  # the second and the third have the prefix of the first, all in flight together
+        assert served.scheduler.prefix_hit_tokens == 2 * 8
     if num_blocks == 26:
         assert served.scheduler.num_preemptions_total > 0
 

@@ -315,3 +315,16 @@ async def test_scores_that_are_no_numbers_fail_one_request(
         assert engine.health() == "ready"
         await wait_idle(engine)
         assert engine.stats().num_requests_finished["error"] == params.n
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+async def test_nobody_hits_what_a_failed_request_has_computed(make_engine: MakeEngine, async_scheduling: bool) -> None:
+    text = "a prompt of many blocks that does not end well"
+    async with make_engine(max_num_batched_tokens=16, block_size=16, async_scheduling=async_scheduling) as engine:
+        (poison_id,) = await engine.render(POISON)
+        break_forward(engine, lambda forward: poison(forward, poison_id))
+        with pytest.raises(EngineError, match="not finite"):
+            await ask(engine, text + POISON)
+        assert engine.cache.stats().num_cached_blocks == 0
+        found = [(await ask(engine, text + end)).usage.cached_tokens for end in "!?"]
+        assert found == [0, len(text)]

@@ -102,6 +102,7 @@ async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTra
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"budget": 16},
         {"num_blocks": 24},
         {"num_blocks": 24, "budget": 16, "prefix_caching": False},
@@ -109,7 +110,7 @@ async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTra
         {"rounds": 2},
         {"rounds": 2, "num_blocks": 30, "budget": 16, "partial_blocks": True},
     ],
-    ids=["chunked", "preempted", "preempted, chunked, uncached", "two rows", "cached", "cached in parts"],
+    ids=["together", "chunked", "preempted", "preempted, chunked, uncached", "two rows", "cached", "cached in parts"],
 )
 async def test_scheduling_does_not_change_what_is_sampled(
     checkpoint: tuple[PreTrainedModel, Path], options: dict[str, int], depth: int
@@ -121,6 +122,8 @@ async def test_scheduling_does_not_change_what_is_sampled(
         assert scheduler.num_preemptions_total > 0
     if "rounds" in options:
         assert scheduler.prefix_hit_tokens > 0
+    elif not options:
+        assert scheduler.prefix_hit_tokens == 2 * len(SHARED), "the shared prefix was computed more than once"
     if "partial_blocks" in options:
         assert scheduler.prefix_hit_tokens % 4, "no hit ended inside a block"
     assert scheduler.num_free_blocks == scheduler.num_blocks - 1

@@ -61,10 +61,11 @@ class FakeDevice:
         assert len(copies) == header[layout.HEADER_NUM_COPIES] == plan.num_copies
         self.copy_blocks(copies)
         samples = np.full(plan.num_samples, -1, dtype=np.int32)
-        # Each row reads before the rows after it write: a hit on a block of the same step would show.
-        order = list(enumerate(rows))
-        for index, row in order if plan.step_id % 2 else reversed(order):
-            self.run_row(plan, index, row, tokens, samples)
+        # As in a layer of a model: all rows are written before any is read, and nobody writes for another.
+        written = [slot for index, row in enumerate(rows) for slot in self.write_row(plan, index, row, tokens)]
+        assert len(set(written)) == len(written), "two rows write one slot"
+        for index, row in enumerate(rows):
+            self.read_row(plan, index, row, samples)
         return plan, samples
 
     def update_tables(self, rows: list[list[int]], blocks: list[list[int]]) -> None:
@@ -87,19 +88,24 @@ class FakeDevice:
             self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
         self.num_copies += len(copies)
 
-    def run_row(
-        self, plan: StepPlan, index: int, row: list[int], tokens: list[int], samples: npt.NDArray[np.int32]
-    ) -> None:
-        row_id, start, num_new, num_computed, flags, sample_index, _, reserved = row
+    def write_row(self, plan: StepPlan, index: int, row: list[int], tokens: list[int]) -> list[int]:
+        """Writes a row's new positions; returns their slots."""
+        row_id, start, num_new, num_computed, _, _, _, reserved = row
         assert reserved == 0 and num_new > 0
         ids = tokens[start : start + num_new]
         if -1 in ids:
             assert ids == [-1], "only a decode row may take its token from the device"
             ids = [self.last_sampled[row_id]]
-        table = self.tables[row_id]
-        for position, token_id in enumerate(ids, start=num_computed):
-            self.slots[self.slot(table, position)] = (token_id, position)
+        slots = [self.slot(self.tables[row_id], num_computed + i) for i in range(num_new)]
+        for position, (slot, token_id) in enumerate(zip(slots, ids, strict=True), start=num_computed):
+            self.slots[slot] = (token_id, position)
             self.computed.append((plan.requests[index].request_id, position))
+        return slots
+
+    def read_row(self, plan: StepPlan, index: int, row: list[int], samples: npt.NDArray[np.int32]) -> None:
+        """Reads the whole context of a row that samples."""
+        row_id, _, num_new, num_computed, flags, sample_index, _, _ = row
+        table = self.tables[row_id]
         if flags & layout.FLAG_SAMPLE:
             context = [self.read(table, position) for position in range(num_computed + num_new)]
             sampling = plan.requests[index].sampling

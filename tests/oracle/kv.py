@@ -145,6 +145,10 @@ class NaiveKV:
         self.partial = enable_partial_block_reuse and enable_prefix_caching
         self.block_size = block_size
         self.caching = enable_prefix_caching
+        self.step = self.settled = 0
+        self.step_of: dict[int, int] = {}
+        """Which step computes what a block was offered with."""
+        self.hides_fresh = False
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -157,9 +161,10 @@ class NaiveKV:
         hits: list[int] = []
         if self.caching and table.reads_cache:
             for i in range((len(table.tokens) - 1) // self.block_size):
-                if self.key(table, i) not in self.pool.block_of:
+                block_id = self.pool.block_of.get(self.key(table, i))
+                if block_id is None or (self.hides_fresh and self.step_of[block_id] == self.step):
                     break
-                hits.append(self.pool.block_of[self.key(table, i)])
+                hits.append(block_id)
         return hits
 
     def match_tail(self, table: NaiveTable, num_hits: int) -> tuple[int, int]:
@@ -171,7 +176,8 @@ class NaiveKV:
             parent = self.pool.block_of[self.key(table, num_hits - 1)] if num_hits else 0
             for block_id in reversed(self.pool.children[parent]):
                 extra_keys, cache_salt, *tokens = self.pool.key_of[block_id]
-                if (extra_keys, cache_salt) == (table.extra_keys, table.cache_salt):
+                is_settled = self.step_of[block_id] <= self.settled
+                if is_settled and (extra_keys, cache_salt) == (table.extra_keys, table.cache_salt):
                     common = num_common(tokens[start:], wanted)
                     best = max(best, (block_id, common), key=lambda found: found[1])
         return best
@@ -202,10 +208,20 @@ class NaiveKV:
             self.pool.release(table.copy_source)
             table.copy_source = 0
 
-    def publish(self, table: NaiveTable, num_computed: int) -> None:
+    def publish(self, table: NaiveTable, num_computed: int, step: int | None = None) -> None:
+        """Offers what is full with so many tokens; without a step, those computed it that are over."""
         while self.caching and table.num_published < num_computed // self.block_size:
-            self.offer(table, table.num_published)
+            if table.blocks[table.num_published] not in self.pool.key_of:
+                self.step_of[table.blocks[table.num_published]] = self.settled if step is None else step
+                self.offer(table, table.num_published)
             table.num_published += 1
+
+    def take_back(self, table: NaiveTable, num_computed: int) -> None:
+        """Forgets what was to be computed behind so many tokens."""
+        first = num_computed // self.block_size
+        for block_id in table.blocks[first : table.num_published]:
+            self.pool.forget(block_id)
+        table.num_published = min(table.num_published, first)
 
     def offer(self, table: NaiveTable, i: int) -> None:
         parent = self.pool.block_of.get(self.key(table, i - 1)) if i else 0

@@ -163,9 +163,11 @@ class NaiveScheduler:
     def fail_all(self) -> list[NaiveRequest]:
         ended = [*self.running, *self.in_order(), *self.held]
         self.in_flight, self.updated = [], self.last_step
+        self.kv.settled = self.updated
         for request in ended:
             self.finish(request, "error")
         self.drain()
+        self.kv.pool.clear()
         return ended
 
     def threshold(self) -> int:
@@ -179,6 +181,7 @@ class NaiveScheduler:
     def schedule(self) -> list[NaiveRow] | None:
         threshold = self.threshold()
         given: dict[NaiveRequest, int] = {}
+        self.kv.step, self.kv.hides_fresh = self.last_step + 1, False
 
         def clip(num_new: int, num_computed: int) -> int:
             left = self.max_num_scheduled_tokens - sum(given.values())
@@ -205,6 +208,9 @@ class NaiveScheduler:
                     break
             else:
                 given[request] = num_new
+        for request in given:
+            if given[request] > 1:
+                self.publish_ahead(request, given)
         if may_admit:
             for request in [r for r in self.aside if not self.is_computing(r)]:
                 self.set_ready(request)
@@ -266,10 +272,15 @@ class NaiveScheduler:
                 self.hit_tokens += start
         request.status = "running"
         given[request] = num_new
+        self.publish_ahead(request, given)
         return ""
+
+    def publish_ahead(self, request: NaiveRequest, given: dict[NaiveRequest, int]) -> None:
+        self.kv.publish(request.table, request.num_computed + given[request], self.kv.step)
 
     def make_way(self, request: NaiveRequest, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> bool:
         """Preempts the fewest less important requests that would be enough, or nobody."""
+        self.kv.hides_fresh = True  # nobody can hit what a victim does not compute any more
         hits, _ = self.match(request)
         start = len(hits) * self.block_size
         num_left = request.known - start
@@ -353,6 +364,7 @@ class NaiveScheduler:
 
     def preempt(self, request: NaiveRequest) -> None:
         self.running.remove(request)
+        self.kv.take_back(request.table, request.num_computed)
         self.kv.release(request.table)
         self.leave_row(request)
         request.num_computed, request.status = 0, "preempted"
@@ -377,6 +389,7 @@ class NaiveScheduler:
 
     def update(self, token_ids: list[int]) -> list[NaiveRequest]:
         self.updated, rows = self.in_flight.pop(0)
+        self.kv.settled = self.updated
         tokens = iter(token_ids)
         changed = []
         for row in rows:

@@ -1,9 +1,13 @@
 """The device of the simulation: it runs packed steps late, keeps what each KV slot holds, and distrusts everything.
 
 It is a `Runner`. At launch it reads the packed buffer, as a copy to a device would, and holds it against the
-scheduler's records; when the step's time has passed, it runs the step: every position of the context is read
-back through the block table and must be the KV of the request's own text. The steps in flight write late, so
-that a block which was given away too early shows.
+scheduler's records; when the step's time has passed, it runs the step: first copies, then all rows write, then
+every position of every context is read back through the block table and must be the KV of the request's own
+text, as it is if what is read in step N was written by a step <= N. The steps in flight write late, so that
+a block which was given away too early shows.
+
+A row that fails spoils what it writes in that step. Who hit that before the step was settled computes spoiled
+KV and fails in turn; who got its row afterwards must not find any.
 """
 
 from __future__ import annotations
@@ -71,13 +75,19 @@ class SimDevice:
         self._last_token: dict[int, int] = {}
         self._launched: deque[_Launched] = deque()
         self.is_failing = False
+        self.settled_step = 0
+        """Written by the world."""
+        self.has_spoiled = False
         self.num_copies = 0
+        self.num_spoiled = 0
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """As `Runner.launch`."""
         done: asyncio.Future[StepResult] = self._loop.create_future()
-        copies = self._read_copies(plan)
-        self._launched.append(_Launched(plan, plan.buffer.copy(), copies, self._read_buffer(plan), done))
+        copies, rows = self._read_copies(plan), self._read_buffer(plan)
+        written = [block_id for row in rows for block_id in self._written_by(row)]
+        assert len(set(written)) == len(written), f"two rows of {plan} write one block"
+        self._launched.append(_Launched(plan, plan.buffer.copy(), copies, rows, done))
         seconds = self._rng.choice(self._step_seconds)
         if seconds == 0 and len(self._launched) == 1:
             self._run_oldest()
@@ -106,6 +116,7 @@ class SimDevice:
             by_row[request.row] = truth
             if record[layout.ROW_FLAGS] & layout.FLAG_JOINED:
                 truth.table, truth.reached = [], record[layout.ROW_NUM_COMPUTED]
+                truth.settled_at, truth.is_spoiled = self.settled_step, False
                 late = [row.request for launched in self._launched for row in launched.rows if row.row == request.row]
                 assert not late, f"{request} joined row {request.row}, to which a step of {late} writes (INV-45)"
                 assert truth.reached < len(truth.tokens), f"{request}: nothing is left to compute (INV-16)"
@@ -144,7 +155,8 @@ class SimDevice:
         assert num_computed == truth.reached, f"{request} is computed twice or skipped: {truth.reached} (INV-28)"
         truth.reached = end
         assert truth.table == request.block_ids(), f"{request}: {truth.table} on the device (INV-39)"
-        for block_id in truth.table[num_computed // self._block_size : -(-end // self._block_size)]:
+        # What this step fills may be shared by now; it is written in no other (INV-28).
+        for block_id in truth.table[end // self._block_size : -(-end // self._block_size)]:
             assert self._pool.num_refs(block_id) == 1, f"{request} writes the shared block {block_id} (INV-25)"
             assert not self._pool.is_hashed(block_id), f"{request} writes the hashed block {block_id} (INV-12)"
         known = request.num_tokens + request.num_in_flight - (sample_index >= 0)
@@ -160,6 +172,10 @@ class SimDevice:
             truth.num_scored = min(end + 1, len(truth.prompt))
         ids = tokens[start : start + num_new]
         return _Row(request, request.num_preemptions, truth.table, row, ids, num_computed, sample_index, i)
+
+    def _written_by(self, row: _Row) -> list[int]:
+        size = self._block_size
+        return row.table[row.num_computed // size : -(-(row.num_computed + len(row.ids)) // size)]
 
     def check_fences(self) -> None:
         """Blocks of a finished request are its own while a step that writes them has not run (INV-36).
@@ -200,38 +216,69 @@ class SimDevice:
         for source, target in launched.copies:
             self._kv[target] = self._kv[source].copy()
         self.num_copies += len(launched.copies)
-        # Each row reads before the rows after it write: a hit on a block of the same step would show.
-        for row in launched.rows if plan.step_id % 2 else reversed(launched.rows):
-            value = self._run_row(row)
+        for row in launched.rows:
+            truth: Truth = row.request.sampling
+            end = row.num_computed + len(row.ids)
+            truth.grow(end)
+            if row.sample_index >= 0 and truth.fails_at and end - len(truth.prompt) + 1 == truth.fails_at:
+                failures[row.plan_row] = "the row failed, as the script wants"
+                self._write(row, [_spoiled_in(plan.step_id)] * len(row.ids))
+                self.has_spoiled = True
+            else:
+                self._write(row, truth.chain[row.num_computed : end])
+        while self.has_spoiled and any(self._spoil(row) for row in launched.rows):
+            pass  # rows read what others write in the same step
+        for row in launched.rows:
+            value = self._read(row)
             if row.sample_index < 0:
                 continue
-            truth: Truth = row.request.sampling
-            token_id = sampled(value, truth.seed)
+            if row.request.sampling.is_spoiled:
+                failures[row.plan_row] = "the row read what a failed one has written"
+            token_id = sampled(value, row.request.sampling.seed)
             samples[row.sample_index] = self._last_token[row.row] = token_id
-            num_known = row.num_computed + len(row.ids)
-            if truth.fails_at and num_known - len(truth.prompt) + 1 == truth.fails_at:
-                failures[row.plan_row] = "the row failed, as the script wants"
         return StepResult(samples, failures=failures or None)
 
-    def _run_row(self, row: _Row) -> int:
-        """Reads the context, writes the new positions; returns the KV of the last one."""
-        truth, kv, size, start = row.request.sampling, self._kv, self._block_size, row.num_computed
-        end = start + len(row.ids)
-        truth.grow(end)
-        chain = truth.chain
-        context: list[int] = []
-        for block_id in row.table[: -(-start // size)]:
-            context += kv[block_id]
-        if context[:start] != chain[:start]:
-            position = next(i for i in range(start) if context[i] != chain[i])
-            raise AssertionError(
-                f"{truth.name} reads KV of another text at position {position} of {start}, "
-                f"block {row.table[position // size]}"
+    def _write(self, row: _Row, values: list[int]) -> None:
+        for position, value in enumerate(values, start=row.num_computed):
+            self._kv[row.table[position // self._block_size]][position % self._block_size] = value
+
+    def _context(self, row: _Row) -> list[int]:
+        """The KV of all positions of a row, its new ones included."""
+        end = row.num_computed + len(row.ids)
+        return [value for block_id in row.table[: -(-end // self._block_size)] for value in self._kv[block_id]][:end]
+
+    def _spoil(self, row: _Row) -> bool:
+        """Spoils what a row writes if what it reads is; returns whether that changed anything."""
+        context = self._context(row)
+        spoiled = next((value for value in context if value < 0), None)
+        if spoiled is None or context[-1] < 0:
+            return False
+        self._write(row, [spoiled] * len(row.ids))
+        return True
+
+    def _read(self, row: _Row) -> int:
+        """Reads the context of a row; returns the KV of its last position."""
+        truth, context, start = row.request.sampling, self._context(row), row.num_computed
+        for position, (got, wanted) in enumerate(zip(context, truth.chain, strict=False)):
+            if got == wanted:
+                continue
+            block_id = row.table[position // self._block_size]
+            assert got < 0, f"{truth.name} reads KV of another text at position {position}, block {block_id}"
+            assert got < _spoiled_in(truth.settled_at), (
+                f"{truth.name} got its row after step {truth.settled_at} and reads at position {position} "
+                f"what failed in step {-got}"
             )
+            self.num_spoiled += not (truth.is_spoiled or truth.fails_at)
+            truth.is_spoiled = truth.was_spoiled = True
         ids = row.ids
         if ids == [-1]:
             ids = [self._last_token[row.row]]
-        assert ids == truth.tokens[start:end], f"{truth.name} got the tokens {ids} at {start} (INV-41)"
-        for position in range(start, end):
-            kv[row.table[position // size]][position % size] = chain[position]
-        return kv[row.table[(end - 1) // size]][(end - 1) % size]
+        assert truth.is_spoiled or ids == truth.tokens[start : start + len(ids)], (
+            f"{truth.name} got the tokens {ids} at {start} (INV-41)"
+        )
+        return context[-1]
+
+
+def _spoiled_in(step_id: int) -> int:
+    """What a row that fails in a step leaves in its slots."""
+    return -step_id

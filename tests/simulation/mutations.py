@@ -126,6 +126,43 @@ FAULTS = (
         "if True:",
     ),
     Fault(
+        "offer a prompt before its chunk is computed",
+        "fastcore/kv_manager.pyx",
+        "cdef int32_t reached = request.num_computed_tokens + request.step_tokens\n",
+        "cdef int32_t reached = request.num_tokens\n",
+    ),
+    Fault(
+        "copy from a block before it is written",
+        "fastcore/kv_manager.pyx",
+        "num_common(at, tokens, most) if self.is_settled(at) else 0",
+        "num_common(at, tokens, most)",
+    ),
+    Fault("keep what a victim was to compute", "fastcore/scheduler.pyx", "        self.kv.take_back(victim)\n", ""),
+    Fault(
+        "make way for one that hits its victims",
+        "fastcore/scheduler.pyx",
+        "self.kv.hides_fresh = True",
+        "self.kv.hides_fresh = False",
+    ),
+    Fault(
+        "cache what a failed row has computed",
+        "aioengine/live.py",
+        "            self._take_back(plan.requests[row])\n",
+        "            pass\n",
+    ),
+    Fault(
+        "take nothing back but the newest step",
+        "fastcore/kv_manager.pyx",
+        "request.num_proven = min(request.num_proven, request.num_matched)",
+        "request.num_proven = request.num_tokens",
+    ),
+    Fault(
+        "cache what was computed on evicted blocks",
+        "fastcore/cache_control.pyx",
+        "                request.publish_until = min(request.publish_until, name.span_block)\n",
+        "",
+    ),
+    Fault(
         "free the blocks of a step in flight",
         "fastcore/steps_in_flight.pyx",
         "if request.num_blocks and self.may_write(request):",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Options = dict[str, Any]
@@ -296,7 +296,7 @@ class _Traffic:
             return [Abort(later, add.name), Add(later, again, add.length, 5, stem=add.stem + 1, label=add.name)]
         if what == 4:
             return [Add(later, again, add.length, add.max_tokens, leaves_after=rng.randint(1, 4))]
-        return [Add(later, again, add.length, add.max_tokens, fails_at=rng.randint(1, 6))]
+        return [replace(add, at=later, name=again, fails_at=rng.choice([1, 1, 2, 6]))]
 
     def typical_tokens(self) -> float:
         """Prompt and output of a common request."""

@@ -79,6 +79,11 @@ class Truth:
     num_scored: int = 1
     """Prompt positions whose logits were asked for, the first one included: nothing predicts it."""
     table: list[int] = field(default_factory=list)
+    settled_at: int = 0
+    """Newest step that was settled when it got its row."""
+    is_spoiled: bool = False
+    """It computes on what another, whose row failed, has computed."""
+    was_spoiled: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

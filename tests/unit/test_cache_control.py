@@ -106,7 +106,7 @@ def test_running_requests_keep_what_they_read_and_bring_nothing_back() -> None:
 def test_an_unpublished_duplicate_of_the_span_is_kept_back_too() -> None:
     cache = Cache()
     one = Request("one", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
-    two = Request("two", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    two = Request("two", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True, skip_prefix_cache=True)
     for request in (one, two):
         cache.scheduler.add(request)
     cache.step()
@@ -124,7 +124,7 @@ def test_a_step_in_flight_publishes_no_evicted_span() -> None:
     cache.scheduler.add(request)
     plan = cache.scheduler.schedule()
     assert plan is not None
-    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 0, 0, 1, 0)
+    assert cache.control.evict(cache.name(1, 2, 3, 4)) == (True, 1, 1, 1, 0)
     cache.scheduler.update(plan, np.array([9], dtype=np.int32))
     assert cache.hits(1, 2, 3, 4) == 1
     ended = cache.scheduler.schedule()
@@ -134,6 +134,64 @@ def test_a_step_in_flight_publishes_no_evicted_span() -> None:
     cache.scheduler.update(ended, np.array([9], dtype=np.int32))
     cache.check()
     assert cache.kv.prefix_map.num_entries == 0
+
+
+def test_what_a_failed_row_computed_is_hit_by_nobody_else() -> None:
+    cache = Cache(max_in_flight=2)
+    cache.serve(1, 2, 9)
+    bad = Request("bad", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    hitter = Request("hitter", [1, 2, 3, 4, 6, 7, 8], max_tokens=9, ignore_eos=True)
+    later = Request("later", [1, 2, 3, 4, 6, 8, 8], max_tokens=9, ignore_eos=True)
+    for request in (bad, hitter):
+        cache.scheduler.add(request)
+    first = cache.scheduler.schedule()
+    cache.scheduler.add(later)
+    second = cache.scheduler.schedule()
+    assert first is not None and second is not None
+    assert (bad.num_cached_tokens, hitter.num_cached_tokens, later.num_cached_tokens) == (2, 4, 4)
+    assert cache.control.pin(cache.name(1, 2, 3, 4)) is not None
+    assert cache.control.take_back(bad) == (3, 1)  # its own, and those of the others behind it
+    cache.check()
+    for plan in (first, second):
+        cache.scheduler.update(plan, np.full(plan.num_samples, 9, dtype=np.int32))
+    cache.scheduler.finish(bad, "error")
+    for _ in range(4):
+        cache.step()
+    for request in (hitter, later):  # they go on, and keep for themselves what they compute
+        assert cache.hits(*request.token_ids().tolist()) == 1
+        cache.scheduler.abort(request)
+        cache.check()
+        assert cache.hits(*request.token_ids().tolist()) == 1
+    assert cache.serve(1, 2, 3, 4, 5) == 2  # computed anew, and well this time
+    assert cache.hits(1, 2, 3, 4) == 2
+
+
+def test_a_row_that_fails_after_a_good_token_loses_what_came_since() -> None:
+    cache = Cache()
+    request = cache.start(1, 2, 3, 4, 5)
+    for _ in range(3):
+        cache.step()
+    assert cache.control.take_back(request) == (0, 0)  # eight tokens are computed and proven
+    assert cache.hits(1, 2, 3, 4, 5, 9, 9, 9) == 4
+
+
+def test_a_row_that_fails_after_its_request_was_aborted_is_taken_back_too() -> None:
+    cache = Cache(max_in_flight=2)
+    request = Request("r", [1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
+    cache.scheduler.add(request)
+    plan = cache.scheduler.schedule()
+    assert plan is not None
+    cache.scheduler.abort(request)
+    assert cache.hits(1, 2, 3, 4) == 2
+    assert cache.control.take_back(request) == (2, 0)
+    cache.scheduler.update(plan, np.array([9], dtype=np.int32))
+    cache.check()
+    assert cache.kv.prefix_map.num_entries == 0
+
+
+def test_a_failed_row_without_a_cache_has_nothing_to_take_back() -> None:
+    cache = Cache(enable_prefix_caching=False)
+    assert cache.control.take_back(cache.start(1, 2, 3, 4, 5)) == (0, 0)
 
 
 def test_siblings_do_not_hand_an_evicted_span_on() -> None:

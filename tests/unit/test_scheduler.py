@@ -132,23 +132,41 @@ def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     make_scheduler().add(make_request("a", 128, max_tokens=0))
 
 
-def test_prefix_is_hit_only_after_the_step_that_computed_it() -> None:
+def test_prefix_is_hit_from_the_step_on_that_computes_it() -> None:
     scheduler = make_scheduler(max_in_flight=2)
     for name in "ab":
         scheduler.add(make_request(name, 9))
     first = scheduler.schedule()
-    assert scheduled(first) == {"a": 9, "b": 9}  # equal prompts in one step keep their own blocks
+    assert scheduled(first) == {"a": 9, "b": 1}
     scheduler.add(make_request("c", 9))
-    second = scheduler.schedule()  # the first step is not over: nothing to hit yet
-    assert scheduled(second) == {"a": 1, "b": 1, "c": 9}
+    second = scheduler.schedule()  # the first step is not over
+    assert scheduled(second) == {"a": 1, "b": 1, "c": 1}
     a, b, c = second.requests
-    assert not {*a.block_ids()} & {*b.block_ids()} and not {*a.block_ids()} & {*c.block_ids()}
+    assert a.block_ids()[:2] == b.block_ids()[:2] == c.block_ids()[:2]
+    assert len({request.block_ids()[2] for request in (a, b, c)}) == 3
+    assert b.num_cached_tokens == c.num_cached_tokens == 8
+
+
+def test_what_a_running_request_computes_of_its_prompt_is_hit_in_the_same_step() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(make_request("a", 25))
+    settle(scheduler, scheduler.schedule())
+    scheduler.add(make_request("b", 25))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 9, "b": 1}
+    a, b = plan.requests
+    assert a.block_ids()[:6] == b.block_ids()[:6]
+
+
+def test_a_block_that_is_full_with_a_token_in_flight_waits_until_it_is_known() -> None:
+    scheduler = make_scheduler(max_in_flight=2)
+    scheduler.add(make_request("a", 7))
+    first, second = scheduler.schedule(), scheduler.schedule()  # the second computes position 7
+    assert scheduler.kv.prefix_map.num_entries == 1
     settle(scheduler, first)
-    d = make_request("d", 9)
-    scheduler.add(d)
-    third = scheduler.schedule()
-    assert scheduled(third)["d"] == 1 and d.num_cached_tokens == 8
-    assert d.block_ids()[:2] == a.block_ids()[:2]
+    assert scheduler.kv.prefix_map.num_entries == 1
+    settle(scheduler, second)
+    assert scheduler.kv.prefix_map.num_entries == 2
 
 
 def test_hit_leaves_one_token_to_compute() -> None:

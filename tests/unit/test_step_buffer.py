@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import tracemalloc
 
@@ -202,13 +203,14 @@ def test_long_shared_prefixes_join_over_several_steps() -> None:
 @pytest.mark.slow
 def test_steps_leave_no_objects_behind() -> None:
     scheduler = make_scheduler(num_blocks=2000, max_num_batched_tokens=64, max_model_len=600, max_in_flight=2)
-    token_ids = np.full(8, 9, np.int32)
+    token_ids, firsts = np.full(8, 9, np.int32), itertools.count()
 
     def run(num_steps: int) -> None:
         plans: list[StepPlan] = []
         for _ in range(num_steps):
             while scheduler.num_running + scheduler.num_waiting < 8:
-                scheduler.add(Request("r", list(range(20)), max_tokens=500))
+                first = next(firsts)  # they share nothing, so that they start and end in different steps
+                scheduler.add(Request("r", [first, *range(19)], max_tokens=500))
             plans.append(next_plan(scheduler))
             if len(plans) == 2:
                 plan = plans.pop(0)
