@@ -33,6 +33,7 @@ from aioengine.fastcore.request cimport NO_LIMIT
 
 cdef enum:
     HASHED_AHEAD = 64       # blocks of a prompt that are hashed before it is known that the first one is cached
+    PUBLISHED_AHEAD = 8     # blocks whose place in the prefix map is asked for before they are offered
     MOST_CANDIDATES = 64    # cached blocks that are compared token by token with a request's next block
 
 
@@ -270,6 +271,8 @@ cdef class KVManager:
         self.ensure_hashes(request, full)
         cdef int32_t i
         for i in range(request.num_published, full):
+            if i + PUBLISHED_AHEAD < full:
+                self.prefix_map.expect(&request.hashes[i + PUBLISHED_AHEAD])
             if not self.pool.blocks[request.blocks[i]].flags & HASHED:  # else its other owner was first
                 self.pool.blocks[request.blocks[i]].step = <uint16_t> step
                 self.offer(request, i)

@@ -20,6 +20,7 @@ cdef class PrefixMap:
 
     cdef int32_t find(self, const Hash* hash) noexcept
     cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept
+    cdef int expect(self, const Hash* hash) noexcept
     cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1
     cdef int32_t take(self, int32_t count, int32_t* taken) except -1
     cdef int32_t remove(self, int32_t block_id) except -1

@@ -58,19 +58,33 @@ cdef class PrefixMap:
         return at
 
     cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept:
-        """Finds the blocks of a path of hashes up to the first gap (INV-17); returns their number."""
-        cdef int32_t i
-        for i in range(min(count, FAR)):
-            prefetch(&self.heads[home(hashes[i].word[0], self.num_heads)])
-        for i in range(count):
+        """Finds the blocks of a path of hashes up to the first gap (INV-17); returns their number.
+
+        What is behind that number in `found` is of no meaning.
+        """
+        cdef int32_t* heads = self.heads
+        cdef uint32_t num_heads = self.num_heads
+        cdef int32_t i, at
+        for i in range(-FAR, count):
             if i + FAR < count:
-                prefetch(&self.heads[home(hashes[i + FAR].word[0], self.num_heads)])
-            if i + NEAR < count:
-                prefetch(self.row(self.heads[home(hashes[i + NEAR].word[0], self.num_heads)]))
-            found[i] = self.find(&hashes[i])
-            if found[i] == NULL_BLOCK:
+                prefetch(&heads[home(hashes[i + FAR].word[0], num_heads)])
+            if -NEAR <= i < count - NEAR:
+                found[i + NEAR] = heads[home(hashes[i + NEAR].word[0], num_heads)]
+                prefetch(self.row(found[i + NEAR]))
+            if i < 0:
+                continue
+            at = found[i]
+            while at != NULL_BLOCK and not self.has_hash(at, &hashes[i]):
+                at = self.behind[at]
+            if at == NULL_BLOCK:
                 return i
+            found[i] = at
         return count
+
+    cdef int expect(self, const Hash* hash) noexcept:
+        """Asks for the bucket of a hash that will be inserted soon."""
+        prefetch(&self.heads[home(hash.word[0], self.num_heads)])
+        return 0
 
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept:
         """Whether this is the hash of a flagged block."""
@@ -124,26 +138,33 @@ cdef class PrefixMap:
         Returns how many blocks lost their prefix: victims, and what was computed after them.
         """
         cdef Block* blocks = self.pool.blocks
+        cdef Node* nodes = self.tree.nodes
+        cdef bint is_lru = self.pool.order is None
         cdef int32_t num_evicted = 0
-        cdef int32_t near, far, i
+        cdef int32_t near, far, at, i
         # Under the policy cost the ring does not tell who is next.
-        near = far = UNLISTED if self.pool.order is not None or count < NEAR else self.pool.first_in_ring()
-        for i in range(FAR):
-            far = self.scout(far)
-            if i >= FAR - NEAR:
+        near = far = self.pool.first_in_ring() if is_lru and count >= NEAR else UNLISTED
+        for i in range(-FAR, count):
+            if far != UNLISTED:
+                far = self.scout(far)
+            if i >= -NEAR and near != UNLISTED:
                 near = self.scout_home(near)
-        for i in range(count):
-            far = self.scout(far)
-            near = self.scout_home(near)
-            taken[i] = self.pool.take()
-            if blocks[taken[i]].flags & HASHED:
-                num_evicted += self.remove(taken[i])
+            if i < 0:
+                continue
+            at = taken[i] = self.pool.take()
+            if blocks[at].flags & HASHED:
+                if is_lru and nodes[at].first_child == ROOT:
+                    self.erase(at)
+                    num_evicted += 1
+                else:
+                    num_evicted += self.remove(at)
         return num_evicted
 
     cdef int32_t scout(self, int32_t at) noexcept:
-        """Asks for the links and the hash of a block in the ring; returns the one behind it."""
-        if at == UNLISTED:  # it has been taken meanwhile, which costs no more than time
-            return at
+        """Asks for the links and the hash of a block in the ring; returns the one behind it.
+
+        UNLISTED if it has been taken meanwhile: then nothing is asked for, which costs no more than time.
+        """
         if at < self.pool.num_blocks:
             prefetch(&self.tree.nodes[at])
             prefetch(&self.behind[at])
@@ -152,8 +173,6 @@ cdef class PrefixMap:
 
     cdef int32_t scout_home(self, int32_t at) noexcept:
         """Asks for the bucket of a block in the ring; returns the one behind it."""
-        if at == UNLISTED:
-            return at
         if at < self.pool.num_blocks:
             prefetch(self.head_of(at))
         return self.pool.blocks[at].next
