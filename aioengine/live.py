@@ -63,26 +63,25 @@ class _Gaps:
     """Times between tokens in one step. Nearly all choices had their last token in the same step before, so that
     neighbours with equal gaps are counted together and booked once."""
 
-    __slots__ = ("_count", "_histogram", "_last_s", "_now_s")
+    __slots__ = ("_histogram", "_now_s", "count", "last_s")
 
     def __init__(self, histogram: Histogram, now_s: float) -> None:
         self._histogram = histogram
         self._now_s = now_s
-        self._last_s = now_s
-        self._count = 0
+        self.last_s = now_s
+        """When the choices that are being counted had their last token."""
+        self.count = 0
 
-    def add(self, last_s: float) -> None:
-        """A token of a choice whose last one came at `last_s`."""
-        if last_s != self._last_s:
-            self.book()
-            self._last_s, self._count = last_s, 0
-        self._count += 1
+    def turn_to(self, last_s: float) -> None:
+        """Counts a choice whose last token came at another time than that of those before it."""
+        self.book()
+        self.last_s, self.count = last_s, 1
 
     def book(self) -> None:
         """Moves what was counted into the histogram."""
-        if self._count:
-            self._histogram.observe(self._now_s - self._last_s, self._count)
-            self._count = 0
+        if self.count:
+            self._histogram.observe(self._now_s - self.last_s, self.count)
+            self.count = 0
 
 
 class LiveRequests:
@@ -194,7 +193,9 @@ class LiveRequests:
             failed = _choice_of(plan.requests[row])
             if failed.is_open:
                 self._fail_choice(failed, EngineError(why))
+        # Here every instruction counts: this runs for each token of each request.
         gaps = _Gaps(self._metrics.inter_token_latency, now_s)
+        num_new = 0
         for request in changed:
             choice: LiveChoice = request.stream
             if not choice.is_open:
@@ -202,11 +203,13 @@ class LiveRequests:
             output = choice.output
             new_ids = request.output_ids_from(output.num_tokens)
             if new_ids:
-                self._metrics.generation_tokens += len(new_ids)
+                num_new += len(new_ids)
                 if choice.first_token_s is None:
                     self._book_first_token(choice, now_s)
+                elif choice.last_token_s == gaps.last_s:
+                    gaps.count += 1
                 else:
-                    gaps.add(choice.last_token_s)
+                    gaps.turn_to(choice.last_token_s)
                 choice.last_token_s = now_s
             reason = request.finish_reason
             # `request.stop_token_id` is None for the model's own end tokens; a closing token is the last one.
@@ -218,6 +221,7 @@ class LiveRequests:
                 reason = "stop"
             if reason is not None:
                 self._end_choice(choice, reason, now_s)
+        self._metrics.generation_tokens += num_new
         gaps.book()
         if self._num_preempted_for_blocks() != self._num_preemptions:
             self._warn_of_preemptions(now_s)

@@ -121,6 +121,7 @@ class ChoiceOutput:
         "finish_reason",
         "index",
         "num_cached_tokens",
+        "num_tokens",
         "stop_reason",
     )
 
@@ -144,6 +145,8 @@ class ChoiceOutput:
         self._eos_token_ids = () if params.ignore_eos else eos_token_ids
         self._prompt_token_ids = prompt_token_ids
         self._token_ids: list[int] = []
+        self.num_tokens = 0
+        """Tokens generated so far, a closing stop token included."""
         self._num_delivered_tokens = 0
         self._rows: list[RowLogprobs] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -156,11 +159,6 @@ class ChoiceOutput:
         self.stop_reason: int | str | None = None
         self.num_cached_tokens = 0
         stream._choices.append(self)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated so far, a closing stop token included."""
-        return len(self._token_ids)
 
     def push(
         self,
@@ -175,7 +173,8 @@ class ChoiceOutput:
         last token is a closing one and gets no text unless the caller asked for it. Tokens behind a stop
         text are dropped. `logprobs` has one entry per token.
         """
-        if self.finish_reason is not None or self._stream.is_closed:
+        stream = self._stream
+        if self.finish_reason is not None or stream.is_closed:
             return None
         stop_text = None
         text = self._text
@@ -184,7 +183,7 @@ class ChoiceOutput:
                 text.push(new_ids[:-1])  # INV-63: the decoder never sees the closing token
             else:
                 num_used = text.push(new_ids)
-                if text.stop_index >= 0:
+                if self._stops and text.stop_index >= 0:
                     stop_text = self._stops[text.stop_index]
                     new_ids = new_ids[:num_used]
         if finish_reason == "stop":
@@ -192,9 +191,13 @@ class ChoiceOutput:
         if self._rows is not None and logprobs is not None:
             self._rows.extend(logprobs[: len(new_ids)])
         self._token_ids += new_ids
+        self.num_tokens += len(new_ids)
         if not self._is_queued:
             self._is_queued = True
-            self._stream._wake(self)
+            stream._ready.append(self)
+            waiter = stream._waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
         return stop_text
 
     def push_prompt_logprobs(self, start: int, rows: Sequence[RowLogprobs]) -> None:
