@@ -252,15 +252,16 @@ class CudaRunner:
         pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None)
         if num_samples:
             if not output.has_chosen:
-                rows = output.hidden.index_select(0, output.inputs.sample_indices[:num_samples])
-                device_rows = output.inputs.sample_rows[:num_samples]
+                inputs, size = output.inputs, forward.sample_size(num_samples)
+                rows = output.hidden.index_select(0, inputs.sample_indices[:size])
                 if choice:
-                    num_outputs = output.inputs.sample_num_outputs[:num_samples]
-                    forward.choose(rows, device_rows, num_outputs, output.ctx, choice)
+                    num_outputs = inputs.sample_num_outputs[:size]
+                    forward.choose(rows, inputs.sample_rows[:size], num_outputs, output.ctx, choice)
                 else:
-                    logits = model.logits(rows, output.ctx)
+                    logits = model.logits(rows, output.ctx)[:num_samples]
                     sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs)
-                    forward.last_token.index_copy_(0, device_rows.long(), sampled.token_ids)
+                    device_rows = inputs.sample_rows[:num_samples].long()
+                    forward.last_token.index_copy_(0, device_rows, sampled.token_ids)
                     forward.packed[:, :num_samples].copy_(sampled.packed)
                     pending.logprobs = sampled.logprobs
             slot.packed.copy_(forward.packed)

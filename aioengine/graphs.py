@@ -252,6 +252,15 @@ class StepForward:
         is_filtered = choice == Choice.FILTERED
         choose(logits, rows, num_outputs, self.draws, self.packed, self.last_token, is_filtered)
 
+    def sample_size(self, num_samples: int) -> int:
+        """How many rows the logits of so many samples are computed for: as many as a decode captured at start has.
+
+        For a number of rows never multiplied before, cuBLAS loads a kernel and torch takes memory. Both may wait for
+        the device, and the loop with them: for a whole step of prompts, if one runs.
+        """
+        larger = (size for size in reversed(self._likely_sizes()) if size >= num_samples > 0)
+        return min(next(larger, num_samples), self._max_num_seqs) if self.buckets else num_samples
+
     def start_buckets(self) -> list[Bucket]:
         """What the first steps need: the largest step, so that all others fit into its memory, and decodes."""
         largest = Bucket(self.buckets[-1], few_queries=False, choice=Choice.OTHER)
@@ -350,7 +359,7 @@ class StepForward:
             self._hidden[: bucket.num_tokens].copy_(hidden)
 
     def _run_at_size(self, facts: StepFacts) -> StepOutput:
-        inputs = self._empty_inputs(facts.num_tokens, facts.num_rows, facts.num_samples)
+        inputs = self._empty_inputs(facts.num_tokens, facts.num_rows, self.sample_size(facts.num_samples))
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
         skipped = np.zeros(facts.num_rows, np.int32)
         for row in long_rows:

@@ -176,7 +176,7 @@ def run_step(
     with torch.no_grad():
         output = forward.run(facts, choice=Choice.FILTERED)
         if facts.num_samples and not output.has_chosen:
-            n, inputs = facts.num_samples, output.inputs
+            n, inputs = forward.sample_size(facts.num_samples), output.inputs
             rows = output.hidden[inputs.sample_indices[:n].long()]
             forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx, Choice.FILTERED)
     ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
@@ -239,6 +239,18 @@ def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForw
             for max_query_len in longest:
                 facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
                 assert forward.bucket_of(facts, choice) in ahead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 2])
+def test_samples_are_multiplied_in_sizes_that_were_seen_at_start(forward: StepForward, level: int) -> None:
+    """A size seen first keeps the loop waiting for the device."""
+    sizes = [forward.sample_size(n) for n in range(MAX_SEQS + 1)]
+    if level == 0:
+        assert sizes == list(range(MAX_SEQS + 1))
+        return
+    seen = {bucket.num_tokens for bucket in forward.start_buckets() if bucket.choice}
+    assert sizes[0] == 0 and set(sizes[1:]) <= seen and sizes[1:] == [1, 2, 4, 4]
 
 
 @pytest.mark.slow
