@@ -139,12 +139,6 @@ FAULTS = (
     ),
     Fault("keep what a victim was to compute", "fastcore/scheduler.pyx", "        self.kv.take_back(victim)\n", ""),
     Fault(
-        "make way for one that hits its victims",
-        "fastcore/scheduler.pyx",
-        "self.kv.hides_fresh = True",
-        "self.kv.hides_fresh = False",
-    ),
-    Fault(
         "cache what a failed row has computed",
         "aioengine/live.py",
         "            self._take_back(plan.requests[row])\n",

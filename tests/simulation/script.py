@@ -296,7 +296,9 @@ class _Traffic:
             return [Abort(later, add.name), Add(later, again, add.length, 5, stem=add.stem + 1, label=add.name)]
         if what == 4:
             return [Add(later, again, add.length, add.max_tokens, leaves_after=rng.randint(1, 4))]
-        return [replace(add, at=later, name=again, fails_at=rng.choice([1, 1, 2, 6]))]
+        fails = replace(add, at=later, name=again, fails_at=rng.choice([1, 1, 1, 4]))
+        hits = Add(later, f"{again}h", add.length, add.max_tokens, follows=again, shared=add.length, salt=add.salt)
+        return [fails, hits, *(replace(hits, at=later + i, name=f"{again}h{i}") for i in (0, 1, 2))]
 
     def typical_tokens(self) -> float:
         """Prompt and output of a common request."""
