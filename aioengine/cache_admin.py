@@ -235,7 +235,7 @@ class CacheAdmin:
         self, action: str, name: NamedPrefix, cache_salt: str | None, require_exact: bool, ttl_s: float | None
     ) -> CacheReply:
         self.expire()
-        num_full = name.num_tokens // name.block_size
+        num_full = self._control.whole_blocks(name)
         refusal: str | None = None
         pinned: tuple[str, int] | None = None
         if not self._is_on:
@@ -274,7 +274,7 @@ class CacheAdmin:
         token_ids = await self._token_ids(prompt, cache_salt, chat)
         name = self._named(token_ids, cache_salt, None)
         facts: dict[str, Any] = {"cache_salt": cache_salt, "num_tokens": name.num_tokens}
-        num_full = name.num_tokens // name.block_size
+        num_full = self._control.whole_blocks(name)
         if not self._is_on or num_full == 0:
             reason = f"{name.num_tokens} tokens fill no block of {name.block_size}" if self._is_on else OFF
             return self._book("prewarm", "refused", reason=reason, **facts)

@@ -69,7 +69,9 @@ class CacheConfig:
         "Block hash: xxh3_128 has a random root per process; sha256 has a fixed one that processes can share.",
     )
     enable_partial_block_reuse: bool = option(
-        True, "Where a prompt parts from a cached one inside a block, copy the equal tokens instead of computing them."
+        True,
+        "Where a prompt parts from a cached one inside a block, copy the equal tokens instead of computing them."
+        " Models with several KV groups reuse whole blocks only.",
     )
     eviction_policy: Literal["lru", "cost"] = option(
         "lru",

@@ -3,6 +3,7 @@
 After each step, and each operation on the cache, the journal of the index becomes one numbered batch. A batch goes
 to every subscriber in this process (the SSE route) and, with the publisher `zmq`, out as msgpack in vLLM's form:
 the frames (topic, number as 8 bytes big endian, [time, events]). Replaying all batches rebuilds the index.
+With several KV groups it is the first one's index: what the others have cached hangs on its blocks.
 
 Nobody is waited for: a subscriber that is too slow loses batches and sees it by a gap in the numbers; the last
 `buffer_steps` batches can be asked for again. Off by default; then none of this exists.

@@ -85,7 +85,7 @@ cdef class Admission:
             request.num_tokens - request.num_computed_tokens <= request.step_tokens
         ):
             return 0
-        return max(0, self.kv.blocks_for(request.num_tokens) - request.num_blocks)
+        return self.kv.num_left(request)
 
     cdef bint is_partial_blocked(self, int32_t num_left, int32_t num_new) noexcept:
         """Whether a newcomer would be one prompt too many that is not finished in this step (C12)."""

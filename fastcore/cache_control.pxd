@@ -1,5 +1,5 @@
 # What an operator does to the prefix cache by name: evict, quarantine, pin, reset.
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from aioengine.fastcore.block_hash cimport Hash
 from aioengine.fastcore.kv_manager cimport KVManager
@@ -11,10 +11,11 @@ from aioengine.fastcore.scheduler cimport Scheduler
 cdef class CacheControl:
     cdef Scheduler scheduler
     cdef KVManager kv
-    cdef readonly dict pins        # id -> blocks, the first one first
+    cdef readonly dict pins        # id -> blocks, the first one first, those of other groups at the end
     cdef int num_pins_made
 
     cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1
+    cdef list hit_of(self, NamedPrefix name, list twins)
     cdef list roots_of_span(self, NamedPrefix name, bint* is_exact)
     cdef bint continues(self, NamedPrefix name, int32_t parent, int32_t block_id) except *
     cdef list below(self, int32_t block_id)

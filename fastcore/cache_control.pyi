@@ -15,7 +15,9 @@ class CacheControl:
 
     def __init__(self, scheduler: Scheduler) -> None: ...
     def cached_blocks(self, name: NamedPrefix) -> int:
-        """Full blocks of the named prefix that are cached, from its beginning to the first gap."""
+        """Full blocks of the named prefix that a request would hit: cached, from its beginning to the first gap."""
+    def whole_blocks(self, name: NamedPrefix) -> int:
+        """As many as can be cached of a prefix: what fills whole blocks of every KV group."""
     def evict(self, name: NamedPrefix, *, require_exact: bool = False) -> tuple[bool, int, int, int, int] | None:
         """Takes a span and all computed after it out of the cache.
 
@@ -54,7 +56,7 @@ class CacheControl:
             ValueError: more blocks would be pinned than may be.
         """
     def unpin(self, pin_id: str) -> int:
-        """Lets the blocks of a pin go; returns their number, 0 if there is no such pin."""
+        """Lets the blocks of a pin go; returns their number in all groups, 0 if there is no such pin."""
     def reset(self, *, force: bool = False) -> int | None:
         """Forgets every cached prefix.
 

@@ -19,10 +19,20 @@ cdef class CacheControl:
     # ---- looking ----
 
     def cached_blocks(self, NamedPrefix name not None):
-        """Full blocks of the named prefix that are cached, from its beginning to the first gap."""
+        """Full blocks of the named prefix that a request would hit: cached, up to the first gap."""
+        return len(self.hit_of(name, []))
+
+    def whole_blocks(self, NamedPrefix name not None):
+        """As many as can be cached of a prefix: what fills whole blocks of every group."""
+        return name.num_tokens // self.kv.groups.alignment * self.kv.groups.alignment // name.block_size
+
+    cdef list hit_of(self, NamedPrefix name, list twins):
+        """The cached blocks that a request for a prefix would hit; those of other groups go to `twins`."""
         cdef list found = []
         self.walk(name, name.num_tokens // name.block_size, found)
-        return len(found)
+        if self.kv.more is not None:
+            twins += self.kv.more.cut(found)
+        return found
 
     cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1:
         """Collects cached blocks of a name from its beginning; returns the last one, or ROOT."""
@@ -116,8 +126,7 @@ cdef class CacheControl:
         cdef int count = 0
         for request in [*self.scheduler.running, *self.scheduler.in_flight.deferred]:
             if request.num_blocks > name.span_block and name.is_in(request):
-                request.publish_until = min(request.publish_until, name.span_block)
-                request.num_published = min(request.num_published, name.span_block)
+                self.kv.hold_back(request, name.span_block)
                 count += 1
         return count
 
@@ -163,17 +172,21 @@ cdef class CacheControl:
     @property
     def max_pinned_blocks(self):
         """So many may be pinned that a request of the greatest length still fits."""
-        return max(0, self.kv.pool.num_blocks - 1 - self.kv.blocks_for(self.scheduler.limits.max_model_len + 1))
+        cdef int64_t longest = self.kv.groups.most_blocks(self.scheduler.limits.max_model_len + 1)
+        return max(0, self.kv.pool.num_blocks - 1 - longest)
 
     def pin(self, NamedPrefix name not None):
         """Holds the cached full blocks of a prefix; returns (pin id, blocks), or None if none is cached.
 
-        Raises ValueError if more would be pinned than may be.
+        With more than one group it also holds what queries behind the prefix read in the others; the blocks
+        returned are the first group's. Raises ValueError if more would be pinned than may be.
         """
-        cdef list found = []
-        self.walk(name, name.num_tokens // name.block_size, found)
+        cdef list twins = []
+        cdef list found = self.hit_of(name, twins)
+        cdef Py_ssize_t num_blocks = len(found)
         if not found:
             return None
+        found += twins
         new = sum(block_id not in self.kv.pin_counts for block_id in found)
         if len(self.kv.pin_counts) + new > self.max_pinned_blocks:
             raise ValueError(
@@ -186,10 +199,10 @@ cdef class CacheControl:
         self.num_pins_made += 1
         pin_id = f"pin-{self.num_pins_made}"
         self.pins[pin_id] = found
-        return pin_id, len(found)
+        return pin_id, num_blocks
 
     def unpin(self, str pin_id not None):
-        """Lets the blocks of a pin go, deepest first; returns their number, 0 if there is no such pin."""
+        """Lets the blocks of a pin go, deepest first; returns their number in all groups, 0 without such a pin."""
         cdef list blocks = self.pins.pop(pin_id, [])
         for block_id in reversed(blocks):
             if self.kv.pin_counts[block_id] == 1:

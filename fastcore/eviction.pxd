@@ -31,6 +31,7 @@ cdef class CostOrder:
     cdef int32_t best(self) noexcept
     cdef int cached(self, int32_t block_id, int32_t parent) except -1
     cdef int hit_path(self, const int32_t* blocks, int32_t count, bint is_whole) except -1
+    cdef int beside(self, int32_t block_id, int32_t primary) except -1
     cdef int used(self, int32_t block_id) except -1
     cdef int enter(self, int32_t block_id) except -1
     cdef int leave(self, int32_t block_id) except -1

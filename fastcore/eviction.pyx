@@ -64,6 +64,12 @@ cdef class CostOrder:
                 self.worth[blocks[i]].num_hits += 1
         return 0
 
+    cdef int beside(self, int32_t block_id, int32_t primary) except -1:
+        """Another group's block for the same tokens as `primary` is worth as much, and no block's parent."""
+        self.worth[block_id].depth = self.worth[primary].depth
+        self.worth[block_id].num_hits = self.worth[primary].num_hits
+        return 0
+
     cdef int used(self, int32_t block_id) except -1:
         """A block's last owner is gone: its rank from now on."""
         cdef Worth* worth = &self.worth[block_id]

@@ -4,6 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t
 from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.block_pool cimport BlockPool
 from aioengine.fastcore.block_tokens cimport BlockTokens
+from aioengine.fastcore.group_tables cimport GroupTables
+from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.prefix_map cimport PrefixMap
 from aioengine.fastcore.request cimport Request
 
@@ -12,6 +14,8 @@ cdef class KVManager:
     cdef readonly BlockPool pool
     cdef readonly PrefixMap prefix_map
     cdef readonly int32_t block_size
+    cdef readonly KVGroups groups
+    cdef readonly GroupTables more            # tables of the groups behind the first; None: there is one
     cdef readonly BlockHasher hasher          # None: prefix caching is off
     cdef readonly BlockTokens block_tokens    # None: partial-block reuse is off
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
@@ -21,6 +25,7 @@ cdef class KVManager:
     cdef int64_t settled_step                 # the newest one that is over
     cdef bint hides_fresh                     # the step being made may still lose what was scheduled in it
 
+    cdef bint shares_prompts(self, Request request) noexcept
     cdef bint reads_cache(self, Request request) noexcept
     cpdef int32_t match(self, Request request) except -1
     cdef int32_t match_cached(self, Request request) except -1
@@ -32,11 +37,12 @@ cdef class KVManager:
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
+    cdef int64_t num_left(self, Request request) noexcept
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
     cdef int take_hit(self, Request request, int32_t block_id) except -1
     cpdef int end_copy(self, Request request) except -1
-    cpdef bint extend(self, Request request, int32_t num_tokens) except -1
+    cpdef bint extend(self, Request request, int32_t num_tokens, int32_t num_computed=*) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cdef int publish_ahead(self, Request request) except -1
     cdef int publish_as_of(self, Request request, int32_t num_computed, int64_t step) except -1
@@ -46,5 +52,6 @@ cdef class KVManager:
     cpdef int release(self, Request request) except -1
     cdef bint is_barred(self, Request request, int32_t at) except *
     cdef int offer(self, Request request, int32_t at) except -1
-    cdef int take_blocks(self, Request request, int32_t wanted) except -1
+    cpdef int hold_back(self, Request request, int32_t until) except -1
+    cdef int take_blocks(self, Request request, int32_t num_tokens) except -1
     cdef int ensure_hashes(self, Request request, int32_t count) except -1

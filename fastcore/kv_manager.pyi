@@ -1,11 +1,13 @@
 """Blocks of requests: prefix hits, allocation, publication, release."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
 from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
 from aioengine.fastcore.block_tokens import BlockTokens
+from aioengine.fastcore.group_tables import GroupTables
+from aioengine.fastcore.groups import Group, KVGroups
 from aioengine.fastcore.kv_journal import KVJournal
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.prefix_map import PrefixMap
@@ -22,6 +24,9 @@ class KVManager:
     pool: BlockPool
     prefix_map: PrefixMap
     block_size: int
+    groups: KVGroups
+    more: GroupTables | None
+    """Tables of the groups behind the first one; None if there is one group."""
     hasher: BlockHasher | None
     """None while prefix caching is off."""
     block_tokens: BlockTokens | None
@@ -43,6 +48,8 @@ class KVManager:
         eviction_policy: Literal["lru", "cost"] = "lru",
         context_cost: float = 0.0,
         enable_partial_block_reuse: bool = False,
+        kv_groups: Sequence[Group] = ...,
+        max_step_tokens: int = ...,
     ) -> None: ...
     def match(self, request: Request) -> int:
         """Full blocks of the longest computed prefix of a request that has no blocks; takes nothing.
@@ -54,10 +61,15 @@ class KVManager:
         """Takes what was just matched and new blocks to cover `num_tokens`; False changes nothing."""
     def end_copy(self, request: Request) -> int:
         """Lets go of the block that an admitted request copies from, once its step is packed."""
-    def extend(self, request: Request, num_tokens: int) -> bool:
-        """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
+    def extend(self, request: Request, num_tokens: int, num_computed: int = 0) -> bool:
+        """Takes new blocks until the tables cover `num_tokens` positions; False takes none.
+
+        What the query at `num_computed`, the next one, and later ones do not read is given back first.
+        """
     def publish(self, request: Request, num_computed: int) -> int:
         """Offers blocks that are full, and whose step is over, to the prefix map."""
+    def hold_back(self, request: Request, until: int) -> int:
+        """Keeps a request from offering its blocks from `until` on, and what follows them."""
     def release(self, request: Request) -> int:
         """Gives all blocks back, deepest first."""
     @property

@@ -8,9 +8,12 @@ request, left to right:
     | <-- shared, full ---> | <--- owned by this request alone: admit / extend --------------->
     | <------- num_published: full, computed, offered ------> |      publish, publish_ahead
 
-Either a call gets all blocks it needs or it changes nothing (A13). Table entries never change while the
-request has them (A11), and only blocks with one owner are ever written (INV-25), but for those that others hit
-in the step that fills them: a hit covers full blocks only, and a full block is never written again. What is known of a block that is not full goes into a block of
+`num_matched` and all counts of blocks here are those of the first group; the tables of the others are `more`'s.
+
+Either a call gets all blocks of all groups that it needs or it takes none (A13). Table entries never change
+while the request has them (A11), but for those that fall out of a window and become null. Only blocks with one
+owner are ever written (INV-25), but for those that others hit in the step that fills them: a hit covers full
+blocks only, and a full block is never written again. What is known of a block that is not full goes into a block of
 the request's own, as a copy made by the device at the start of the step (A10). The source is
 held until that step is packed, so that it is nobody's new block in the same step (INV-18).
 
@@ -26,10 +29,11 @@ from libc.string cimport memcpy
 
 from aioengine.fastcore.block_hash cimport CHECKED, Hash
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
+from aioengine.fastcore.group_tables cimport NO_STEP
 from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
-from aioengine.fastcore.request cimport NO_LIMIT
+from aioengine.fastcore.request cimport NO_LIMIT, GroupTable, reserve_table
 
 cdef enum:
     HASHED_AHEAD = 64       # blocks of a prompt that are hashed before it is known that the first one is cached
@@ -42,22 +46,32 @@ cdef class KVManager:
     def __cinit__(
         self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True,
         str hash_algo="xxh3_128", root_seed=None, str eviction_policy="lru", double context_cost=0.0,
-        bint enable_partial_block_reuse=False,
+        bint enable_partial_block_reuse=False, kv_groups=(("full", 0, 1),), int32_t max_step_tokens=NO_LIMIT,
     ):
         if eviction_policy not in ("lru", "cost"):
             raise ValueError(f"eviction_policy={eviction_policy!r} must be lru or cost")
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} must be at least 1")
+        self.groups = KVGroups(kv_groups, block_size, max_step_tokens)
+        if enable_partial_block_reuse and self.groups.count > 1:
+            raise ValueError(
+                f"enable_partial_block_reuse needs one KV group, not {self.groups.count}: with more, hits are "
+                "whole blocks of every group"
+            )
         hasher = BlockHasher(hash_algo, root_seed)
         self.pool = BlockPool(num_blocks)
         self.prefix_map = PrefixMap(self.pool, hasher.digest_size)
         self.block_size = block_size
+        if self.groups.count > 1:
+            self.more = GroupTables(self.groups, self.pool, self.prefix_map)
         self.pin_counts, self.barred = {}, []
         if eviction_policy == "cost":
             self.prefix_map.rank_by_cost(block_size, context_cost)
         self.hasher = hasher if enable_prefix_caching else None
         if enable_prefix_caching and enable_partial_block_reuse:
             self.block_tokens = BlockTokens(num_blocks, block_size)
+
+    cdef bint shares_prompts(self, Request request) noexcept:
+        """Whether siblings of a request find what one of them computed: in its tables, or in the prefix map."""
+        return self.more is None or self.reads_cache(request)
 
     cdef bint reads_cache(self, Request request) noexcept:
         # Prompt logits exist only for positions that are computed.
@@ -70,10 +84,12 @@ cdef class KVManager:
         block to copy if they end inside of one. Takes nothing: only `admit` makes all that the request's.
         """
         cdef int32_t hits = self.match_cached(request) if self.reads_cache(request) else 0
+        if self.more is not None:
+            hits = self.more.match(request, hits, self.step if self.hides_fresh else NO_STEP)
         self.forget_tail(request, hits)
         if self.block_tokens is not None and self.reads_cache(request):
             self.match_tail(request, hits)
-        if request.siblings is not None:
+        if request.siblings is not None and self.more is None:
             hits = self.match_sibling(request, hits)
         return hits
 
@@ -170,14 +186,21 @@ cdef class KVManager:
 
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept:
         """Free blocks missing to `admit` a request with what was just matched; <= 0 if it fits."""
-        cdef int32_t free_hits = 0
+        cdef int64_t free_hits = 0
         cdef int32_t i
         # Free blocks that are hits cannot serve as new ones too (INV-18).
         for i in range(num_hits):
             free_hits += self.pool.blocks[request.blocks[i]].num_refs == 0
         if request.copy_source != NULL_BLOCK:
             free_hits += self.pool.blocks[request.copy_source].num_refs == 0
+        if self.more is not None:
+            free_hits += self.more.num_lacking(request, num_hits, num_tokens)
         return <int64_t> self.blocks_for(num_tokens) - num_hits + free_hits - self.pool.num_free
+
+    cdef int64_t num_left(self, Request request) noexcept:
+        """Blocks that a running request still needs for the tokens known, at most."""
+        cdef int64_t count = max(0, self.blocks_for(request.num_tokens) - request.num_blocks)
+        return count if self.more is None else count + self.more.num_left(request, request.num_tokens)
 
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept:
         """Blocks that `other`, with the hits just matched, could take as new ones if `owner` gave all back."""
@@ -189,7 +212,7 @@ cdef class KVManager:
                 i >= num_hits or owner.blocks[i] != other.blocks[i]
             ):
                 count += 1
-        return count
+        return count if self.more is None else count + self.more.num_freed(owner, other, num_hits)
 
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1:
         """Takes what was just matched and new blocks up to `num_tokens` positions; False changes nothing."""
@@ -208,6 +231,8 @@ cdef class KVManager:
                 request.blocks, num_hits, num_hits >= (request.num_tokens - 1) // self.block_size
             )
         request.num_blocks = num_hits
+        if self.more is not None:
+            self.more.take_hits(request, num_hits)
         request.num_proven = min(request.num_proven, request.num_matched)
         # What a sibling computes now may not be indexed yet; whoever settles its step first will offer it.
         while (
@@ -215,7 +240,7 @@ cdef class KVManager:
             and self.pool.blocks[request.blocks[request.num_published]].flags & HASHED
         ):
             request.num_published += 1
-        self.take_blocks(request, self.blocks_for(num_tokens))
+        self.take_blocks(request, num_tokens)
         if request.copy_source != NULL_BLOCK:
             request.copy_target = request.blocks[num_hits]
         return True
@@ -231,22 +256,42 @@ cdef class KVManager:
             request.copy_source = request.copy_target = NULL_BLOCK
         return 0
 
-    cpdef bint extend(self, Request request, int32_t num_tokens) except -1:
-        """Takes new blocks until the table covers `num_tokens` positions; False changes nothing."""
-        cdef int32_t wanted = (num_tokens + self.block_size - 1) // self.block_size
-        if wanted <= request.num_blocks:
+    cpdef bint extend(self, Request request, int32_t num_tokens, int32_t num_computed=0) except -1:
+        """Takes new blocks until the tables cover `num_tokens` positions; False takes none.
+
+        What the query at `num_computed`, the next one, and later ones do not read is given back first.
+        """
+        cdef int64_t missing = self.blocks_for(num_tokens) - request.num_blocks
+        if missing <= 0:  # no other group has finer blocks
             return True
-        if wanted - request.num_blocks > self.pool.num_free:
+        if self.more is not None:
+            request.reserve_groups(self.groups.count - 1)
+            self.more.drop(request, num_computed)
+            missing += self.more.num_missing(request, num_tokens)
+        if missing > self.pool.num_free:
             return False
-        self.take_blocks(request, wanted)
+        self.take_blocks(request, num_tokens)
         return True
 
-    cdef int take_blocks(self, Request request, int32_t wanted) except -1:
-        cdef int32_t count = wanted - request.num_blocks
-        if count > 0:
+    cdef int take_blocks(self, Request request, int32_t num_tokens) except -1:
+        """Covers so many positions in every group; the blocks are there."""
+        cdef int32_t wanted = self.blocks_for(num_tokens)
+        cdef GroupTable* table
+        cdef int32_t g
+        if wanted > request.num_blocks:
             request.reserve_blocks(wanted)
-            self.num_evicted_blocks += self.prefix_map.take(count, request.blocks + request.num_blocks)
+            self.num_evicted_blocks += self.prefix_map.take(
+                wanted - request.num_blocks, request.blocks + request.num_blocks
+            )
             request.num_blocks = wanted
+        for g in range(1, self.groups.count):
+            table, wanted = &request.more[g - 1], self.groups.blocks_for(g, num_tokens)
+            if wanted > table.num_blocks:
+                reserve_table(table, wanted)
+                self.num_evicted_blocks += self.prefix_map.take(
+                    wanted - table.num_blocks, table.blocks + table.num_blocks
+                )
+                table.num_blocks = wanted
         return 0
 
     cpdef int publish(self, Request request, int32_t num_computed) except -1:
@@ -277,6 +322,8 @@ cdef class KVManager:
                 self.pool.blocks[request.blocks[i]].step = <uint16_t> step
                 self.offer(request, i)
         request.num_published = full
+        if self.more is not None:
+            self.more.publish(request, num_computed, step)
         return 0
 
     cdef int take_back(self, Request request) except -1:
@@ -290,7 +337,7 @@ cdef class KVManager:
             if self.pool.blocks[request.blocks[i]].flags & HASHED:
                 self.prefix_map.remove(request.blocks[i])
         request.num_published = min(request.num_published, first)
-        return 0
+        return 0 if self.more is None else self.more.take_back(request)
 
     cdef bint is_fresh(self, int32_t block_id) noexcept:
         """Whether the step being made computes an indexed block."""
@@ -304,6 +351,12 @@ cdef class KVManager:
         """
         cdef uint16_t behind = <uint16_t> (self.pool.blocks[block_id].step - self.settled_step - 1)
         return behind >= self.step - self.settled_step
+
+    cpdef int hold_back(self, Request request, int32_t until) except -1:
+        """Keeps a request from offering its blocks from `until` on, and what follows them."""
+        request.publish_until = min(request.publish_until, until)
+        request.num_published = min(request.num_published, until)
+        return 0 if self.more is None else self.more.hold_back(request, until)
 
     cdef int offer(self, Request request, int32_t at) except -1:
         """Indexes a full block of a request if its parent is indexed and its hash is not."""
@@ -359,6 +412,9 @@ cdef class KVManager:
             block = &self.pool.blocks[request.blocks[i]]
             if block.num_refs == 1 and not block.flags & HASHED:
                 self.offer(request, i)
+        if self.more is not None:
+            self.more.offer_again(request)
+            self.more.release(request)
         for i in range(request.num_blocks - 1, -1, -1):
             block = &self.pool.blocks[request.blocks[i]]
             self.pool.release(request.blocks[i])
@@ -411,7 +467,7 @@ cdef class KVManager:
         cdef Request request
         self.prefix_map.clear()
         for request in owners:
-            request.publish_until = request.num_published = 0
+            self.hold_back(request, 0)
 
     def hashes_of(self, Request request not None):
         """The block hashes computed so far for a request."""
@@ -426,6 +482,8 @@ cdef class KVManager:
         self.pool.check()
         self.prefix_map.check()
         for request in owners:
+            if self.more is not None:
+                self.more.check(request, counts)
             assert request.num_published <= request.num_blocks, repr(request)
             assert request.copy_target == NULL_BLOCK, f"{request!r} still holds block {request.copy_source}"
             for i in range(request.num_blocks):

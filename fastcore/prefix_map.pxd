@@ -5,11 +5,13 @@ from aioengine.fastcore.block_hash cimport BlockHasher, Hash
 from aioengine.fastcore.block_pool cimport BlockPool
 from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.prefix_tree cimport PrefixTree
+from aioengine.fastcore.twins cimport Twins
 
 
 cdef class PrefixMap:
     cdef BlockPool pool
     cdef readonly PrefixTree tree
+    cdef readonly Twins twins         # None: a cache of one group
     cdef KVJournal journal            # None: nobody wants to know
     cdef int32_t* heads               # first block of each bucket; 0 = empty: the null block is never indexed
     cdef int32_t* behind              # the block behind a block in its bucket; 0 = none

@@ -5,6 +5,7 @@ from typing import final
 
 from aioengine.fastcore.block_pool import BlockPool
 from aioengine.fastcore.prefix_tree import PrefixTree
+from aioengine.fastcore.twins import Twins
 
 @final
 class PrefixMap:
@@ -16,6 +17,8 @@ class PrefixMap:
     num_entries: int
     tree: PrefixTree
     """Which indexed block continues which."""
+    twins: Twins | None
+    """What the other KV groups have cached; None for one group."""
 
     def __init__(self, pool: BlockPool, digest_size: int = 32) -> None: ...
     def rank_by_cost(self, block_size: int, context_cost: float = 0.0) -> None:

@@ -153,7 +153,7 @@ cdef class PrefixMap:
                 continue
             at = taken[i] = self.pool.take()
             if blocks[at].flags & HASHED:
-                if is_lru and nodes[at].first_child == ROOT:
+                if is_lru and nodes[at].first_child == ROOT and self.twins is None:
                     self.erase(at)
                     num_evicted += 1
                 else:
@@ -180,8 +180,10 @@ cdef class PrefixMap:
     cdef int32_t remove(self, int32_t block_id) except -1:
         """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.
 
-        Leaves first, the newest first; what has no owner is the next victim from now on.
+        Leaves first, the newest first, each with its twins; what has no owner is the next victim from now on.
         """
+        if self.twins is not None and self.twins.has(block_id):
+            return self.twins.leave(block_id)
         cdef Node* nodes = self.tree.nodes
         cdef int32_t at = block_id
         cdef int32_t parent
@@ -217,6 +219,8 @@ cdef class PrefixMap:
         cut_leaf(self.tree.nodes, self.tree.lanes, block_id)
         self.pool.blocks[block_id].flags = 0
         self.num_entries -= 1
+        if self.twins is not None:
+            self.twins.leave_all(block_id)
         if self.journal is not None:
             self.journal.removed(self.bytes_of(block_id))
         if self.pool.order is not None:
@@ -230,6 +234,8 @@ cdef class PrefixMap:
         self.pool.unhash_all()
         memset(self.heads, 0, self.num_heads * sizeof(int32_t))
         self.tree.clear()
+        if self.twins is not None:
+            self.twins.clear()
         self.num_entries = 0
         if self.journal is not None:
             self.journal.cleared()
@@ -247,9 +253,10 @@ cdef class PrefixMap:
 
     @property
     def num_bytes(self):
-        """Memory of buckets, hashes and tree."""
+        """Memory of buckets, hashes, tree and twins."""
         cdef size_t per_block = sizeof(int32_t) + self.hash_words * sizeof(uint64_t)
-        return self.num_heads * sizeof(int32_t) + self.pool.num_blocks * per_block + self.tree.num_bytes
+        cdef size_t others = 0 if self.twins is None else self.twins.num_bytes
+        return self.num_heads * sizeof(int32_t) + self.pool.num_blocks * per_block + self.tree.num_bytes + others
 
     def find_bytes(self, bytes digest not None):
         """The block with this hash, or 0."""
@@ -320,7 +327,12 @@ cdef class PrefixMap:
                 assert self.find(&hash) == at, f"lookup misses block {at}"
                 at = self.behind[at]
         self.tree.check()
+        if self.twins is not None:
+            self.twins.check()
         for at in range(1, self.pool.num_blocks):
+            if self.twins is not None and self.twins.has(at):
+                assert self.tree.parent_of(at) is None, f"twin {at} is in the tree"
+                continue
             flagged += self.pool.blocks[at].flags & HASHED
             assert bool(self.pool.blocks[at].flags & HASHED) == (self.tree.parent_of(at) is not None), (
                 f"block {at} is in one of map and tree only"

@@ -17,6 +17,15 @@ cdef enum:
     NO_LIMIT = 0x7FFFFFFF
 
 
+cdef struct GroupTable:         # block table of a group behind the first one (group_tables)
+    int32_t* blocks
+    int32_t capacity
+    int32_t num_blocks          # entries, null ones included
+    int32_t num_out             # leading entries that are null
+    int32_t num_published       # leading entries that were offered, or fell out
+    int32_t num_sent            # entries the device has
+
+
 cdef class Request
 
 
@@ -89,6 +98,8 @@ cdef class Request:
     cdef readonly int32_t num_matched           # tokens found by the last match
     cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
     cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted
+    cdef GroupTable* more                       # of the groups behind the first, once it was matched
+    cdef readonly int32_t num_more
     cdef Hash* hashes                           # of full blocks, computed on demand, kept over preemption
     cdef int32_t hashes_capacity
     cdef int32_t num_hashes
@@ -97,5 +108,9 @@ cdef class Request:
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
     cdef int reserve_blocks(self, int32_t count) except -1
+    cdef int reserve_groups(self, int32_t count) except -1
     cdef int reserve_hashes(self, int32_t count) except -1
     cdef int ends_with(self, int64_t max_total) except -1
+
+
+cdef int reserve_table(GroupTable* table, int32_t count) except -1

@@ -105,5 +105,8 @@ class Request:
         """A copy of the tokens known so far, prompt and output."""
     def output_ids_from(self, start: int) -> list[int]:
         """Output tokens from the `start`-th one on."""
-    def block_ids(self) -> list[int]:
-        """The block table: logical block -> block id."""
+    num_more: int
+    """Groups behind the first one that it has a table of."""
+
+    def block_ids(self, group: int = 0) -> list[int]:
+        """The block table of a group: logical block -> block id; 0 where a block fell out of the window."""

@@ -14,7 +14,7 @@ import cython
 import numpy as np
 
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash import key_tail
 
@@ -77,6 +77,10 @@ cdef class Request:
         self.set_stop_ids(tuple(eos_token_ids), tuple(stop_token_ids))
 
     def __dealloc__(self):
+        cdef int32_t i
+        for i in range(self.num_more):
+            PyMem_Free(self.more[i].blocks)
+        PyMem_Free(self.more)
         PyMem_Free(self.tokens)
         PyMem_Free(self.blocks)
         PyMem_Free(self.hashes)
@@ -120,6 +124,14 @@ cdef class Request:
             count = max(count, 2 * self.blocks_capacity, 8)
             self.blocks = <int32_t*> grown(self.blocks, count * sizeof(int32_t))
             self.blocks_capacity = count
+        return 0
+
+    cdef int reserve_groups(self, int32_t count) except -1:
+        """Makes empty tables for so many groups behind the first one, if there are none yet."""
+        if self.num_more == 0:
+            self.more = <GroupTable*> grown(NULL, count * sizeof(GroupTable))
+            memset(self.more, 0, count * sizeof(GroupTable))
+            self.num_more = count
         return 0
 
     cdef int reserve_hashes(self, int32_t count) except -1:
@@ -178,10 +190,14 @@ cdef class Request:
             raise ValueError(f"start={start} must not be negative")
         return [self.tokens[i] for i in range(self.num_prompt_tokens + start, self.num_tokens)]
 
-    def block_ids(self):
-        """The block table."""
+    def block_ids(self, int32_t group=0):
+        """The block table of a group; 0 where a block fell out of the window."""
         cdef int32_t i
-        return [self.blocks[i] for i in range(self.num_blocks)]
+        if group == 0:
+            return [self.blocks[i] for i in range(self.num_blocks)]
+        if not 0 < group <= self.num_more:
+            return []
+        return [self.more[group - 1].blocks[i] for i in range(self.more[group - 1].num_blocks)]
 
     def __repr__(self):
         return (
@@ -189,6 +205,15 @@ cdef class Request:
             f"tokens, {self.num_computed_tokens} computed, {self.num_in_flight} in flight, "
             f"{self.num_blocks} blocks>"
         )
+
+
+cdef int reserve_table(GroupTable* table, int32_t count) except -1:
+    """Makes room for so many entries."""
+    if count > table.capacity:
+        count = max(count, 2 * table.capacity, 8)
+        table.blocks = <int32_t*> grown(table.blocks, count * sizeof(int32_t))
+        table.capacity = count
+    return 0
 
 
 cdef void* grown(void* memory, size_t size) except NULL:

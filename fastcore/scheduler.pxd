@@ -46,7 +46,7 @@ cdef class Scheduler:
     cdef list scheduled
     cdef int32_t budget
     cdef int32_t threshold
-    cdef int32_t join_blocks              # table entries that joining rows may still send
+    cdef int64_t join_blocks              # table entries that joining rows may still send
     cdef int32_t num_victims
     cdef int32_t num_chunks               # running requests with more than one token
     cdef bint is_surveyed                 # by `admission`

@@ -1,12 +1,13 @@
 """Who runs in the next step, with how many tokens; what happens when a step is over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
 
 from aioengine.fastcore.admission import Admission
+from aioengine.fastcore.groups import Group
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
@@ -38,7 +39,10 @@ class Scheduler:
         root_seed: root of the block hashes. None: random for xxh3_128, a fixed public string for sha256.
         eviction_policy: which cached block goes first: the one unused longest, or the least worth.
         context_cost: under the policy cost, what a token of context adds to the cost of computing a token.
-        enable_partial_block_reuse: where prompts part inside a block, copy its equal beginning.
+        enable_partial_block_reuse: where prompts part inside a block, copy its equal beginning; for one group.
+        kv_groups: (kind, size, scale) of every group of layers with a block table of its own; kind is full, sliding
+            or chunked, size the window or chunk in tokens (0 for full), scale the group's block size divided by
+            `block_size`. The first one is ("full", 0, 1). With more than one group hits are whole blocks of all.
 
     Raises:
         ValueError: a limit that cannot work.
@@ -93,6 +97,7 @@ class Scheduler:
         eviction_policy: Literal["lru", "cost"] = "lru",
         context_cost: float = 0.0,
         enable_partial_block_reuse: bool = False,
+        kv_groups: Sequence[Group] = ...,
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:

@@ -19,6 +19,7 @@ import time
 import cython
 
 from aioengine.fastcore.checks cimport check_requests
+from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.limits cimport clip_tokens
 from aioengine.fastcore.preemption cimport least_important, victims_for
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
@@ -37,9 +38,12 @@ cdef class Scheduler:
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
         double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1,
-        object clock=time.monotonic, root_seed=None,
+        object clock=time.monotonic, root_seed=None, kv_groups=(("full", 0, 1),),
     ):
-        cdef int64_t pool_tokens = <int64_t> (num_blocks - 1) * block_size
+        cdef KVGroups groups = KVGroups(
+            kv_groups, block_size, max(1, max_num_scheduled_tokens or max_num_batched_tokens)
+        )
+        cdef int64_t pool_tokens = groups.capacity(num_blocks - 1)
         self.limits = Limits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len, max_num_active_seqs=max_num_active_seqs,
@@ -61,7 +65,7 @@ cdef class Scheduler:
             )
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
-            enable_partial_block_reuse,
+            enable_partial_block_reuse, kv_groups, self.limits.max_num_scheduled_tokens,
         )
         self.admission = Admission(
             self.kv, full_sequence_must_fit=full_sequence_must_fit, watermark=watermark,
@@ -78,10 +82,9 @@ cdef class Scheduler:
         self.in_flight = StepsInFlight(self.kv, self.rows)
         self.running, self.held, self.expecting = [], [], []
         self.clock = clock
-        cdef int32_t table = self.kv.blocks_for(<int32_t> min(<int64_t> max_model_len, pool_tokens))
         self.step_buffer = StepBuffer(
             max_in_flight + 1, min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens, block_size,
-            table,
+            groups.entries_for(min(<int64_t> max_model_len, pool_tokens)), groups.count, max_num_seqs,
         )
 
     # ---- requests come and go ----
@@ -89,7 +92,7 @@ cdef class Scheduler:
     def add(self, Request request not None, *, bint ready=True):
         """Queues a new request; with `ready=False` it is held back until `set_ready`."""
         cdef int64_t tokens = request.num_tokens
-        cdef int64_t blocks = (tokens + self.kv.block_size) // self.kv.block_size  # of one token more
+        cdef int64_t blocks = self.kv.groups.most_blocks(tokens + 1)
         if request.state != NEW:
             raise ValueError(f"request {request.request_id} was added before")
         if tokens + (request.max_tokens > 0) > self.limits.max_model_len:
@@ -100,7 +103,8 @@ cdef class Scheduler:
         if blocks > self.kv.pool.num_blocks - 1:
             raise ValueError(
                 f"request {request.request_id} can never run: prompt of {tokens} tokens + 1 needs "
-                f"{blocks} blocks of {self.kv.block_size} tokens, the pool has {self.kv.pool.num_blocks - 1}"
+                f"{blocks} blocks of {self.kv.block_size} tokens{self.in_groups()}, the pool has "
+                f"{self.kv.pool.num_blocks - 1}"
             )
         self.num_arrivals += 1
         request.arrival = self.num_arrivals
@@ -110,6 +114,10 @@ cdef class Scheduler:
             self.waiting.push(request)
         else:
             self.held.append(request)
+
+    def in_groups(self):
+        """Where blocks are counted, in an error's words."""
+        return "" if self.kv.more is None else f" at most, in {self.kv.groups.count} groups"
 
     cdef double rank_of(self, Request request) except *:
         """The place of a new request in the order of importance; smaller goes first, ties by arrival (C24).
@@ -275,7 +283,7 @@ cdef class Scheduler:
         """Gets blocks for a running request, from victims if need be; `at` is its index in `running`."""
         cdef Py_ssize_t victim_at
         cdef Request victim
-        while not self.kv.extend(request, target):
+        while not self.kv.extend(request, target, request.num_computed_tokens):
             if self.in_flight.deferred:
                 # Blocks of finished requests are on their way: waiting a step beats recomputing a victim.
                 return ROOM_LATER
@@ -333,7 +341,10 @@ cdef class Scheduler:
             # over when the steps in flight are, nobody has to overtake (INV-33, INV-34).
             if request is None or request.num_in_flight > 0:
                 break
-            if request.siblings is not None and request.siblings.is_computing():
+            if (
+                request.siblings is not None and request.siblings.is_computing()
+                and self.kv.shares_prompts(request)
+            ):
                 self.set_aside(request)
                 continue
             outcome = self.try_admit(request)
@@ -408,7 +419,7 @@ cdef class Scheduler:
         cdef int32_t start = request.num_matched
         cdef int32_t num_left = request.num_tokens - start
         cdef int32_t num_new = self.newcomer_tokens(num_left, start)
-        cdef int32_t join_blocks = self.kv.blocks_for(start + num_new)
+        cdef int64_t join_blocks = self.kv.groups.entries_for(start + num_new)
         if num_new == 0 or (num_new < num_left and not self.limits.chunked_prefill):
             return NOT_NOW
         if self.admission.is_partial_blocked(num_left, num_new):

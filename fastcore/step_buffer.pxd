@@ -33,6 +33,7 @@ cdef class StepBuffer:
     cdef RowRecord* records
     cdef readonly int32_t num_slots
     cdef readonly int32_t max_rows
+    cdef readonly int32_t row_stride      # rows of the device's block table per group
     cdef readonly int32_t max_tokens
     cdef readonly int32_t max_join_blocks
     cdef readonly int32_t max_block_updates

@@ -69,13 +69,22 @@ class StepBuffer:
     ring: npt.NDArray[np.int32]
     num_slots: int
     max_rows: int
+    row_stride: int
+    """Rows of the device's block table per group."""
     max_tokens: int
     max_join_blocks: int
     """Most table entries that rows joining in one step may send; at least one whole table."""
     max_block_updates: int
 
     def __init__(
-        self, num_slots: int, max_rows: int, max_tokens: int, block_size: int, max_table_blocks: int
+        self,
+        num_slots: int,
+        max_rows: int,
+        max_tokens: int,
+        block_size: int,
+        max_table_blocks: int,
+        num_groups: int = 1,
+        row_stride: int = 0,
     ) -> None: ...
 
 def read_step(

@@ -9,10 +9,12 @@ runner copies `StepPlan.buffer` to the device, and `kernels/step.py` unpacks it 
     rows    8 words each   row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
                            num_output_tokens with those in flight, 0
     tokens  one word each  the id; -1 = the last token sampled for this row, which only the device knows yet
-    blocks  3 words each   row, logical index, block id
+    blocks  3 words each   group x row_stride + row, logical index in the group's table, block id
     copies  2 words each   source block, target block
 
-Block tables are append-only: a row sends what is new, a joined row its whole table (INV-38, INV-39).
+Block tables are append-only: a row sends what is new, a joined row its whole table (INV-38, INV-39). What fell
+out of a group's window is not sent: a joined row begins where the window does, and nobody takes back what a row
+sent before. So entries before the window may name other requests' blocks, and no kernel reads them.
 
 The device makes all copies of a step, over all layers, before its forward pass. No block is both a source and
 a target in one step, so their order is free. The device runs steps in order: a source written by a step in
@@ -24,7 +26,9 @@ import numpy as np
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
-VERSION = 2
+from aioengine.fastcore.request cimport GroupTable
+
+VERSION = 3
 HEADER_WORDS = 16
 ROW_WORDS = 8
 BLOCK_WORDS = 3
@@ -42,7 +46,7 @@ ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED = range(4)
 ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(4, 7)
 
 cdef enum:
-    C_VERSION = 2
+    C_VERSION = 3
     C_HEADER_WORDS = 16
     C_ROW_WORDS = 8
     C_BLOCK_WORDS = 3
@@ -83,14 +87,15 @@ cdef class StepPlan:
 cdef class StepBuffer:
     def __cinit__(
         self, int32_t num_slots, int32_t max_rows, int32_t max_tokens, int32_t block_size,
-        int32_t max_table_blocks,
+        int32_t max_table_blocks, int32_t num_groups=1, int32_t row_stride=0,
     ):
         cdef int64_t all_joined = <int64_t> max_rows * max_table_blocks
         cdef int64_t per_slot
         self.num_slots, self.max_rows, self.max_tokens = num_slots, max_rows, max_tokens
+        self.row_stride = row_stride or max_rows
         self.max_join_blocks = <int32_t> min(all_joined, <int64_t> max(max_table_blocks, JOIN_BLOCKS))
-        # A row that stays needs at most one block more than its tokens fill.
-        self.max_block_updates = self.max_join_blocks + max_tokens // block_size + max_rows
+        # A row that stays needs at most one block more than its tokens fill, in each group.
+        self.max_block_updates = self.max_join_blocks + num_groups * (max_tokens // block_size + max_rows)
         per_slot = (
             C_HEADER_WORDS + <int64_t> C_ROW_WORDS * max_rows + max_tokens
             + <int64_t> C_BLOCK_WORDS * self.max_block_updates + <int64_t> C_COPY_WORDS * max_rows
@@ -138,6 +143,11 @@ cdef class StepBuffer:
             request = <Request> requests[i]
             assert num_updates + request.num_blocks - request.num_sent_blocks <= self.max_block_updates
             num_updates += pack_blocks(blocks + <Py_ssize_t> C_BLOCK_WORDS * num_updates, request)
+            if request.num_more:
+                assert num_updates + num_unsent(request) <= self.max_block_updates
+                num_updates += pack_more(
+                    blocks + <Py_ssize_t> C_BLOCK_WORDS * num_updates, request, self.row_stride
+                )
             request.num_computed_tokens += request.step_tokens
             request.step_tokens = 0
             request.last_step = step_id
@@ -202,6 +212,29 @@ cdef inline int32_t pack_blocks(int32_t* blocks, Request request) noexcept:
         blocks += C_BLOCK_WORDS
     request.num_sent_blocks = request.num_blocks
     return request.num_blocks - first
+
+
+cdef int32_t num_unsent(Request request) noexcept:
+    """Blocks in view of the groups behind the first one that the device does not know of."""
+    cdef int32_t count = 0
+    cdef int32_t g
+    for g in range(request.num_more):
+        count += request.more[g].num_blocks - max(request.more[g].num_sent, request.more[g].num_out)
+    return count
+
+
+cdef int32_t pack_more(int32_t* blocks, Request request, int32_t row_stride) noexcept:
+    cdef int32_t count = 0
+    cdef int32_t g, i
+    cdef GroupTable* table
+    for g in range(request.num_more):
+        table = &request.more[g]
+        for i in range(max(table.num_sent, table.num_out), table.num_blocks):
+            blocks[0], blocks[1], blocks[2] = (g + 1) * row_stride + request.row, i, table.blocks[i]
+            blocks += C_BLOCK_WORDS
+            count += 1
+        table.num_sent = table.num_blocks
+    return count
 
 
 cdef inline int32_t pack_copies(int32_t* copies, list joined) except -1:

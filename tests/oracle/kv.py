@@ -9,6 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[object, ...]
+Group = tuple[str, int, int]
+"""Kind, window or chunk, scale; as `Scheduler(kv_groups=...)`."""
+
+ONE_GROUP: tuple[Group, ...] = (("full", 0, 1),)
+
+
+def first_read(group: Group, position: int) -> int:
+    """The first position that a query at a position reads in a group."""
+    kind, size, _ = group
+    if kind == "sliding":
+        return max(0, position - size + 1)
+    return position - position % size if kind == "chunked" else 0
 
 
 class NaivePool:
@@ -22,6 +34,8 @@ class NaivePool:
         self.block_of: dict[Key, int] = {}
         self.children: dict[int, list[int]] = {0: []}  # of each indexed block and of the root, oldest first
         self.prewarmed: set[int] = set()
+        self.twin_of: dict[tuple[int, Key], int] = {}  # cached blocks of the other groups, by group and content
+        self.twin_key: dict[int, tuple[int, Key]] = {}
         self.num_evicted = 0
         # The policy cost: what each block is worth, and the clock that worth is counted from.
         self.policy, self.block_size, self.context_cost = policy, block_size, context_cost
@@ -31,10 +45,13 @@ class NaivePool:
         self.clock, self.uses = 0.0, 0
 
     def goes_first(self, block_id: int) -> bool:
-        return block_id not in self.key_of or block_id in self.prewarmed
+        return not self.is_hashed(block_id) or block_id in self.prewarmed
+
+    def is_hashed(self, block_id: int) -> bool:
+        return block_id in self.key_of or block_id in self.twin_key
 
     def candidates(self) -> list[int]:
-        leaves = [b for b in self.free if not self.goes_first(b) and not self.children[b]]
+        leaves = [b for b in self.free if not self.goes_first(b) and not self.children.get(b)]
         return sorted(leaves, key=lambda b: self.rank[b])
 
     def victim(self) -> int:
@@ -67,7 +84,7 @@ class NaivePool:
             self.enlist(block_id)
 
     def enlist(self, block_id: int) -> None:
-        if block_id not in self.key_of:
+        if not self.is_hashed(block_id):
             self.free.insert(0, block_id)
         elif block_id in self.prewarmed:
             self.free.insert(sum(map(self.goes_first, self.free)), block_id)
@@ -92,12 +109,32 @@ class NaivePool:
         self.hits[block_id], self.depth[block_id] = 0, self.depth[parent] + 1
         return True
 
+    def index_twin(self, block_id: int, group: int, key: Key) -> None:
+        """Caches another group's block, if its content is cached in the first group and not yet in its own."""
+        if key in self.block_of and (group, key) not in self.twin_of:
+            self.twin_of[group, key], self.twin_key[block_id] = block_id, (group, key)
+            primary = self.block_of[key]
+            self.hits[block_id], self.depth[block_id] = self.hits[primary], self.depth[primary]
+
+    def forget_twin(self, block_id: int) -> int:
+        del self.twin_of[self.twin_key.pop(block_id)]
+        self.prewarmed.discard(block_id)
+        if block_id in self.free:
+            self.free.remove(block_id)
+            self.enlist(block_id)
+        return 1
+
     def forget(self, block_id: int) -> int:
         """Takes a block and all below it out of the index; those without an owner become the next victims."""
+        if block_id in self.twin_key:
+            return self.forget_twin(block_id)
         if block_id not in self.key_of:
             return 0
         count = 1 + sum(self.forget(child) for child in reversed(list(self.children[block_id])))
-        del self.block_of[self.key_of.pop(block_id)], self.children[block_id]
+        key = self.key_of.pop(block_id)
+        del self.block_of[key], self.children[block_id]
+        for group, same in sorted(group_key for group_key in self.twin_of if group_key[1] == key):
+            self.forget_twin(self.twin_of[group, same])
         for siblings in self.children.values():
             if block_id in siblings:
                 siblings.remove(block_id)
@@ -109,6 +146,7 @@ class NaivePool:
 
     def clear(self) -> None:
         self.key_of, self.block_of, self.children, self.prewarmed = {}, {}, {0: []}, set()
+        self.twin_of, self.twin_key = {}, {}
 
 
 @dataclass(eq=False)
@@ -122,6 +160,9 @@ class NaiveTable:
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
     copy_source: int = 0
+    more: list[list[int]] = field(default_factory=list)
+    """Tables of the groups behind the first one; 0 = fell out of the window."""
+    more_published: list[int] = field(default_factory=list)
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -140,7 +181,10 @@ class NaiveKV:
         policy: str = "lru",
         context_cost: float = 0.0,
         enable_partial_block_reuse: bool = False,
+        kv_groups: tuple[Group, ...] = ONE_GROUP,
+        max_step_tokens: int = 1 << 30,
     ) -> None:
+        self.groups, self.max_step_tokens = kv_groups, max_step_tokens
         self.pool = NaivePool(num_blocks, policy, block_size, context_cost)
         self.partial = enable_partial_block_reuse and enable_prefix_caching
         self.block_size = block_size
@@ -150,12 +194,50 @@ class NaiveKV:
         """Which step computes what a block was offered with."""
         self.hides_fresh = False
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    @property
+    def others(self) -> range:
+        """The groups behind the first one."""
+        return range(1, len(self.groups))
 
-    def key(self, table: NaiveTable, index: int) -> Key:
-        prefix: Sequence[int] = table.tokens[: (index + 1) * self.block_size]
+    def size(self, group: int) -> int:
+        """Tokens per block."""
+        return self.block_size * self.groups[group][2]
+
+    def blocks_for(self, num_tokens: int, group: int = 0) -> int:
+        return -(-num_tokens // self.size(group))
+
+    def num_out(self, group: int, num_computed: int) -> int:
+        """Leading blocks that the next query and all later ones do not read."""
+        return first_read(self.groups[group], num_computed) // self.size(group)
+
+    def most_held(self, group: int) -> int:
+        """Blocks that a request has at most at a time: those its window and its step can touch."""
+        kind, size, _ = self.groups[group]
+        return 1 << 30 if kind == "full" else -(-(size - 1 + self.max_step_tokens) // self.size(group)) + 1
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks of all groups that are enough for a request on its way to so many tokens."""
+        return sum(min(self.blocks_for(num_tokens, g), self.most_held(g)) for g in range(len(self.groups)))
+
+    def key(self, table: NaiveTable, index: int, group: int = 0) -> Key:
+        prefix: Sequence[int] = table.tokens[: (index + 1) * self.size(group)]
         return (table.extra_keys, table.cache_salt, *prefix)
+
+    def twin_hits(self, table: NaiveTable, group: int, num_hits: int) -> list[int | None]:
+        """What a group has cached of what the queries behind a hit read."""
+        num_tokens = num_hits * self.block_size
+        found = [
+            self.pool.twin_of.get((group, self.key(table, i, group)))
+            for i in range(self.num_out(group, num_tokens), num_tokens // self.size(group))
+        ]
+        return [None if b and self.hides_fresh and self.step_of[b] == self.step else b for b in found]
+
+    def all_have(self, table: NaiveTable, num_hits: int) -> bool:
+        """Whether a hit of the first group is one of all groups."""
+        return all(
+            num_hits * self.block_size % self.size(g) == 0 and None not in self.twin_hits(table, g, num_hits)
+            for g in self.others
+        )
 
     def match(self, table: NaiveTable) -> list[int]:
         hits: list[int] = []
@@ -165,6 +247,8 @@ class NaiveKV:
                 if block_id is None or (self.hides_fresh and self.step_of[block_id] == self.step):
                     break
                 hits.append(block_id)
+        while not self.all_have(table, len(hits)):
+            hits.pop()
         return hits
 
     def match_tail(self, table: NaiveTable, num_hits: int) -> tuple[int, int]:
@@ -183,11 +267,19 @@ class NaiveKV:
         return best
 
     def admit(self, table: NaiveTable, hits: list[int], num_tokens: int, copy_source: int = 0) -> bool:
-        usable = [b for b in self.pool.free if b not in hits and b != copy_source]
-        if self.blocks_for(num_tokens) - len(hits) > len(usable):
+        more = [self.twin_hits(table, g, len(hits)) for g in self.others]
+        all_hits = [*hits, *sum(more, [])]
+        usable = [b for b in self.pool.free if b not in all_hits and b != copy_source]
+        wanted = sum(self.blocks_for(num_tokens, g) - len(hits) // self.groups[g][2] for g in range(len(self.groups)))
+        if wanted > len(usable):
             return False
-        for block_id in hits:
+        for block_id in all_hits:
+            assert block_id is not None
             self.pool.hit(block_id)
+        table.more = [
+            [0] * self.num_out(g, len(hits) * self.block_size) + [b or 0 for b in more[g - 1]] for g in self.others
+        ]
+        table.more_published = [len(blocks) for blocks in table.more]
         if copy_source:
             self.pool.hit(copy_source)
             table.copy_source = copy_source
@@ -196,11 +288,23 @@ class NaiveKV:
         table.num_published = [*indexed, False].index(False)
         return self.extend(table, num_tokens)
 
-    def extend(self, table: NaiveTable, num_tokens: int) -> bool:
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
-        if missing > len(self.pool.free):
+    def extend(self, table: NaiveTable, num_tokens: int, num_computed: int = 0) -> bool:
+        """What the next query, at `num_computed`, and later ones do not read is given back first."""
+        missing = [self.blocks_for(num_tokens) - len(table.blocks)]
+        if missing[0] <= 0:
+            return True
+        table.more = table.more or [[] for _ in self.others]
+        table.more_published = table.more_published or [0 for _ in self.others]
+        for g, blocks in enumerate(table.more, start=1):
+            for i in range(self.num_out(g, num_computed)):
+                if blocks[i]:
+                    self.pool.release(blocks[i])
+                    blocks[i] = 0
+            missing.append(max(0, self.blocks_for(num_tokens, g) - len(blocks)))
+        if sum(missing) > len(self.pool.free):
             return False
-        table.blocks += [self.pool.take() for _ in range(missing)]
+        for blocks, count in zip([table.blocks, *table.more], missing, strict=True):
+            blocks += [self.pool.take() for _ in range(count)]
         return True
 
     def end_copy(self, table: NaiveTable) -> None:
@@ -215,6 +319,13 @@ class NaiveKV:
                 self.step_of[table.blocks[table.num_published]] = self.settled if step is None else step
                 self.offer(table, table.num_published)
             table.num_published += 1
+        for g, blocks in enumerate(table.more, start=1):
+            while self.caching and table.more_published[g - 1] < num_computed // self.size(g):
+                i = table.more_published[g - 1]
+                if blocks[i] and not self.pool.is_hashed(blocks[i]):
+                    self.step_of[blocks[i]] = self.settled if step is None else step
+                    self.pool.index_twin(blocks[i], g, self.key(table, i, g))
+                table.more_published[g - 1] += 1
 
     def take_back(self, table: NaiveTable, num_computed: int) -> None:
         """Forgets what was to be computed behind so many tokens."""
@@ -222,6 +333,11 @@ class NaiveKV:
         for block_id in table.blocks[first : table.num_published]:
             self.pool.forget(block_id)
         table.num_published = min(table.num_published, first)
+        for g, blocks in enumerate(table.more, start=1):
+            first = num_computed // self.size(g)
+            for block_id in blocks[first : table.more_published[g - 1]]:
+                self.pool.forget(block_id)
+            table.more_published[g - 1] = min(table.more_published[g - 1], first)
 
     def offer(self, table: NaiveTable, i: int) -> None:
         parent = self.pool.block_of.get(self.key(table, i - 1)) if i else 0
@@ -232,13 +348,19 @@ class NaiveKV:
         for i in range(table.num_published):
             if self.pool.num_refs[table.blocks[i]] == 1 and table.blocks[i] not in self.pool.key_of:
                 self.offer(table, i)
+        for g, blocks in enumerate(table.more, start=1):
+            for i, block_id in enumerate(blocks[: table.more_published[g - 1]]):
+                if block_id and self.pool.num_refs[block_id] == 1 and not self.pool.is_hashed(block_id):
+                    self.pool.index_twin(block_id, g, self.key(table, i, g))
+        for block_id in [block_id for blocks in table.more for block_id in reversed(blocks) if block_id]:
+            self.pool.release(block_id)
         for i in reversed(range(len(table.blocks))):
             self.pool.release(table.blocks[i])
             if i < table.num_published and table.blocks[i] not in self.pool.key_of:
                 twin = self.pool.block_of.get(self.key(table, i))
                 if twin in self.pool.free:
                     self.pool.touch(twin)
-        table.blocks, table.num_published = [], 0
+        table.blocks, table.num_published, table.more, table.more_published = [], 0, [], []
 
     def reset(self) -> bool:
         if len(self.pool.free) < self.pool.num_blocks - 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.oracle.kv import NaiveKV, NaiveTable
+from tests.oracle.kv import ONE_GROUP, Group, NaiveKV, NaiveTable
 
 
 @dataclass(eq=False)
@@ -92,6 +92,7 @@ class NaiveScheduler:
     full_sequence_must_fit: bool = False
     watermark: float = 0.0
     priority_ageing_s: float = 0.0
+    kv_groups: tuple[Group, ...] = ONE_GROUP
     promised: int = 0
     now_s: float = 0.0
     max_in_flight: int = 1
@@ -110,13 +111,19 @@ class NaiveScheduler:
     hit_tokens: int = 0
 
     def __post_init__(self) -> None:
-        partial = self.enable_partial_block_reuse
-        self.kv = NaiveKV(
-            self.num_blocks, self.block_size, self.enable_prefix_caching, enable_partial_block_reuse=partial
-        )
         self.max_num_active_seqs = self.max_num_active_seqs or self.max_num_seqs
         self.max_num_scheduled_tokens = self.max_num_scheduled_tokens or self.max_num_batched_tokens
-        self.max_total = min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+        self.kv = NaiveKV(
+            self.num_blocks,
+            self.block_size,
+            self.enable_prefix_caching,
+            enable_partial_block_reuse=self.enable_partial_block_reuse,
+            kv_groups=self.kv_groups,
+            max_step_tokens=self.max_num_scheduled_tokens,
+        )
+        self.max_total = 1
+        while self.max_total < self.max_model_len and self.kv.most_blocks(self.max_total) < self.num_blocks:
+            self.max_total += 1
 
     def add(self, request: NaiveRequest, ready: bool = True) -> None:
         self.arrivals += 1
@@ -197,7 +204,7 @@ class NaiveScheduler:
             num_new = clip(request.known - request.num_computed, request.num_computed)
             if num_new == 0:
                 continue
-            while not self.kv.extend(request.table, request.num_computed + num_new):
+            while not self.kv.extend(request.table, request.num_computed + num_new, request.num_computed):
                 may_admit = False
                 if self.deferred:
                     break
@@ -300,7 +307,7 @@ class NaiveScheduler:
             if other.priority > request.priority and self.rank(other) > self.rank(request):
                 victims.append(other)
                 missing_rows -= 1
-                missing -= sum(self.kv.pool.num_refs[b] == 1 and b not in hits for b in other.table.blocks)
+                missing -= self.freed(other, [*hits, *self.twin_hits(request, hits)])
                 missing -= self.still_needed(other, given)
         if missing > 0 or missing_rows > 0:
             return False
@@ -309,11 +316,25 @@ class NaiveScheduler:
             self.preempt(victim)
         return True
 
+    def twin_hits(self, request: NaiveRequest, hits: list[int]) -> list[int]:
+        """Blocks of the other groups that belong to a hit."""
+        kv = self.kv
+        return [b or 0 for g in kv.others for b in kv.twin_hits(request.table, g, len(hits))]
+
+    def freed(self, owner: NaiveRequest, hits: list[int]) -> int:
+        """Blocks that the one with these hits could take if the owner gave all back."""
+        held = [b for blocks in (owner.table.blocks, *owner.table.more) for b in blocks if b]
+        return sum(self.kv.pool.num_refs[b] == 1 and b not in hits for b in held)
+
     def still_needed(self, running: NaiveRequest, given: dict[NaiveRequest, int]) -> int:
         """Blocks that a running request needs later for tokens that are known now, if they are kept for it."""
         if not self.full_sequence_must_fit or running not in self.unfinished(given):
             return 0
-        return max(0, self.kv.blocks_for(len(running.table.tokens)) - len(running.table.blocks))
+        tables = [running.table.blocks, *running.table.more]
+        return sum(
+            min(max(0, self.kv.blocks_for(len(running.table.tokens), g) - len(blocks)), self.kv.most_held(g))
+            for g, blocks in enumerate(tables)
+        )
 
     def is_long(self, num_tokens: int) -> bool:
         return num_tokens > self.long_prefill_token_threshold
@@ -340,16 +361,25 @@ class NaiveScheduler:
         if self.full_sequence_must_fit:
             num_tokens = max(num_tokens, request.known)
             keep += sum(self.still_needed(other, given) for other in self.running)
-        free_hits = sum(block_id in self.kv.pool.free for block_id in [*hits, source])
-        return keep + self.kv.blocks_for(num_tokens) - len(hits) + free_hits
+        free_hits = sum(block_id in self.kv.pool.free for block_id in [*hits, *self.twin_hits(request, hits), source])
+        own = sum(
+            min(self.kv.blocks_for(num_tokens, g) - len(hits) // self.kv.groups[g][2], self.kv.most_held(g))
+            for g in range(len(self.kv.groups))
+        )
+        return keep + own + free_hits
 
     def source(self, request: NaiveRequest) -> NaiveRequest | None:
         """A running sibling that has the prompt."""
+        if len(self.kv_groups) > 1:
+            return None
         able = (r for r in self.running if r in request.siblings and r.num_computed >= r.num_prompt)
         return next(able, None)
 
     def is_computing(self, request: NaiveRequest) -> bool:
-        return any(r in request.siblings for r in self.running) and self.source(request) is None
+        siblings = [r for r in self.running if r in request.siblings]
+        if len(self.kv_groups) > 1 and not (self.enable_prefix_caching and request.table.reads_cache):
+            return False  # they find nothing of each other
+        return bool(siblings) and not any(r.num_computed >= r.num_prompt for r in siblings)
 
     def match(self, request: NaiveRequest) -> tuple[list[int], list[tuple[int, int]]]:
         """Full blocks, and (block to copy, tokens it saves), best first; the last choice is none."""

@@ -4,7 +4,8 @@ It is a `Runner`. At launch it reads the packed buffer, as a copy to a device wo
 scheduler's records; when the step's time has passed, it runs the step: first copies, then all rows write, then
 every position of every context is read back through the block table and must be the KV of the request's own
 text, as it is if what is read in step N was written by a step <= N. The steps in flight write late, so that
-a block which was given away too early shows.
+a block which was given away too early shows. Each KV group writes values of its own and reads only its windows,
+but those whole: from the first position that the step's first query reads.
 
 A row that fails spoils what it writes in that step. Who hit that before the step was settled computes spoiled
 KV and fails in turn; who got its row afterwards must not find any.
@@ -26,7 +27,11 @@ from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.runner import StepResult
+from tests.oracle.kv import Group, first_read
 from tests.simulation.truth import Truth, sampled
+
+_GROUP = 1 << 60
+"""Above every value of a chain: what tells the KV of one group from another's."""
 
 
 @dataclass(slots=True)
@@ -36,7 +41,7 @@ class _Row:
     request: Request
     num_preemptions: int
     """Of the request, when the step was launched."""
-    table: list[int]
+    tables: list[dict[int, int]]
     row: int
     ids: list[int]
     num_computed: int
@@ -61,17 +66,21 @@ class SimDevice:
     """Runs the steps of one scheduler.
 
     Args:
+        kv_groups: as the scheduler got them.
         step_seconds: a step takes one of these; with 0 it has run when `launch` returns.
     """
 
-    def __init__(self, scheduler: Scheduler, step_seconds: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, kv_groups: Sequence[Group], step_seconds: Sequence[float], seed: int
+    ) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
-        self._block_size = scheduler.kv.block_size
+        self._groups = kv_groups
+        self._sizes = [scheduler.kv.block_size * scale for _, _, scale in kv_groups]
         self._step_seconds = step_seconds
         self._rng = random.Random(seed)
         self._loop = asyncio.get_running_loop()
-        self._kv: list[list[int]] = [[0] * self._block_size for _ in range(scheduler.num_blocks)]
+        self._kv: list[list[int]] = [[0] * max(self._sizes) for _ in range(scheduler.num_blocks)]
         self._last_token: dict[int, int] = {}
         self._launched: deque[_Launched] = deque()
         self.is_failing = False
@@ -115,7 +124,7 @@ class SimDevice:
             assert record[layout.ROW_ROW] == request.row and request.row not in by_row, "two requests share a row"
             by_row[request.row] = truth
             if record[layout.ROW_FLAGS] & layout.FLAG_JOINED:
-                truth.table, truth.reached = [], record[layout.ROW_NUM_COMPUTED]
+                truth.tables, truth.reached = [{} for _ in self._groups], record[layout.ROW_NUM_COMPUTED]
                 truth.settled_at, truth.is_spoiled = self.settled_step, False
                 late = [row.request for launched in self._launched for row in launched.rows if row.row == request.row]
                 assert not late, f"{request} joined row {request.row}, to which a step of {late} writes (INV-45)"
@@ -125,10 +134,13 @@ class SimDevice:
         for _ in range(words[layout.HEADER_NUM_BLOCK_UPDATES]):
             row, logical, block_id = words[at : at + layout.BLOCK_WORDS]
             at += layout.BLOCK_WORDS
-            table = by_row[row].table
-            assert logical == len(table), f"{by_row[row].name}: tables are append-only (INV-38, INV-39)"
+            group, row = divmod(row, self._scheduler.max_num_seqs)
+            table = by_row[row].tables[group]
+            assert logical == max(table, default=logical - 1) + 1 and (table or not logical or group), (
+                f"{by_row[row].name}: tables are append-only (INV-38, INV-39)"
+            )
             assert block_id > 0, "the null block was handed out (INV-24)"
-            table.append(block_id)
+            table[logical] = block_id
         off_tokens = words[layout.HEADER_OFF_TOKENS]
         tokens = words[off_tokens : off_tokens + num_tokens]
         return [
@@ -154,11 +166,12 @@ class SimDevice:
         assert num_new > 0 and end <= self._scheduler.max_model_len, f"{request}: INV-27"
         assert num_computed == truth.reached, f"{request} is computed twice or skipped: {truth.reached} (INV-28)"
         truth.reached = end
-        assert truth.table == request.block_ids(), f"{request}: {truth.table} on the device (INV-39)"
-        # What this step fills may be shared by now; it is written in no other (INV-28).
-        for block_id in truth.table[end // self._block_size : -(-end // self._block_size)]:
-            assert self._pool.num_refs(block_id) == 1, f"{request} writes the shared block {block_id} (INV-25)"
-            assert not self._pool.is_hashed(block_id), f"{request} writes the hashed block {block_id} (INV-12)"
+        for group, (table, size) in enumerate(zip(truth.tables, self._sizes, strict=True)):
+            self._check_table(request, group, table, num_computed)
+            # What this step fills may be shared by now; it is written in no other (INV-28).
+            for block_id in [table[end // size]] if end % size else []:
+                assert self._pool.num_refs(block_id) == 1, f"{request} writes the shared block {block_id} (INV-25)"
+                assert not self._pool.is_hashed(block_id), f"{request} writes the hashed block {block_id} (INV-12)"
         known = request.num_tokens + request.num_in_flight - (sample_index >= 0)
         assert bool(flags & layout.FLAG_SAMPLE) == (sample_index >= 0) == (end == known and truth.max_tokens > 0)
         assert num_output == known - request.num_prompt_tokens
@@ -171,11 +184,31 @@ class SimDevice:
             assert truth.params.prompt_logprobs is not None and num_computed < truth.num_scored
             truth.num_scored = min(end + 1, len(truth.prompt))
         ids = tokens[start : start + num_new]
-        return _Row(request, request.num_preemptions, truth.table, row, ids, num_computed, sample_index, i)
+        return _Row(request, request.num_preemptions, truth.tables, row, ids, num_computed, sample_index, i)
+
+    def _check_table(self, request: Request, group: int, table: dict[int, int], num_computed: int) -> None:
+        """The device's table is the request's, but where its blocks fell out of the window, and no other did."""
+        ids, size = request.block_ids(group), self._sizes[group]
+        num_out = ids.count(0)
+        assert num_out <= first_read(self._groups[group], num_computed) // size, f"{request}: a block left too early"
+        assert ids[num_out:] == [table.get(i) for i in range(num_out, len(ids))], f"{request}: {table} (INV-39)"
+        kind, window, _ = self._groups[group]
+        if kind != "full":
+            most = -(-(window - 1 + self._scheduler.max_num_scheduled_tokens) // size) + 1
+            assert len(ids) - num_out <= most, f"{request} has {len(ids) - num_out} blocks of group {group}, not {most}"
 
     def _written_by(self, row: _Row) -> list[int]:
-        size = self._block_size
-        return row.table[row.num_computed // size : -(-(row.num_computed + len(row.ids)) // size)]
+        end = row.num_computed + len(row.ids)
+        return [
+            block_id
+            for group in range(len(self._groups))
+            for block_id in self._blocks(row, group, row.num_computed, end)
+        ]
+
+    def _blocks(self, row: _Row, group: int, start: int, end: int) -> list[int]:
+        """The blocks of a range of positions."""
+        size, table = self._sizes[group], row.tables[group]
+        return [table.get(i, 0) for i in range(start // size, -(-end // size))]
 
     def check_fences(self) -> None:
         """Blocks of a finished request are its own while a step that writes them has not run (INV-36).
@@ -186,10 +219,12 @@ class SimDevice:
             for row in launched.rows:
                 request = row.request
                 if request.status == "finished" and request.num_preemptions == row.num_preemptions:
-                    held = request.block_ids()
-                    assert held == row.table[: len(held)] and len(held) * self._block_size >= row.num_computed + len(
-                        row.ids
-                    ), f"{request} gave back blocks that step {launched.plan.step_id} writes (INV-36)"
+                    for group, size in enumerate(self._sizes):
+                        held, end = request.block_ids(group), row.num_computed + len(row.ids)
+                        same = [i for i, block_id in enumerate(held) if block_id in (0, row.tables[group].get(i))]
+                        assert len(same) == len(held) and len(held) * size >= end, (
+                            f"{request} gave back blocks that step {launched.plan.step_id} writes (INV-36)"
+                        )
 
     # ---- when its time has come -------------------------------------------------------------------------
 
@@ -239,43 +274,61 @@ class SimDevice:
         return StepResult(samples, failures=failures or None)
 
     def _write(self, row: _Row, values: list[int]) -> None:
-        for position, value in enumerate(values, start=row.num_computed):
-            self._kv[row.table[position // self._block_size]][position % self._block_size] = value
+        for group, size in enumerate(self._sizes):
+            table, own = row.tables[group], group * _GROUP
+            for position, value in enumerate(values, start=row.num_computed):
+                self._kv[table[position // size]][position % size] = value if value < 0 else value + own
 
-    def _context(self, row: _Row) -> list[int]:
-        """The KV of all positions of a row, its new ones included."""
-        end = row.num_computed + len(row.ids)
-        return [value for block_id in row.table[: -(-end // self._block_size)] for value in self._kv[block_id]][:end]
+    def _context(self, row: _Row, group: int) -> tuple[int, list[int]]:
+        """The first position that a row reads, and the KV from there on to its last new one."""
+        end, size = row.num_computed + len(row.ids), self._sizes[group]
+        start = first_read(self._groups[group], row.num_computed)
+        values = [value for block_id in self._blocks(row, group, start, end) for value in self._kv[block_id][:size]]
+        return start, values[start % size : end - start // size * size]
 
     def _spoil(self, row: _Row) -> bool:
         """Spoils what a row writes if what it reads is; returns whether that changed anything."""
-        context = self._context(row)
-        spoiled = next((value for value in context if value < 0), None)
-        if spoiled is None or context[-1] < 0:
+        contexts = [self._context(row, group)[1] for group in range(len(self._groups))]
+        spoiled = next((value for context in contexts for value in context if value < 0), None)
+        if spoiled is None or contexts[0][-1] < 0:
             return False
         self._write(row, [spoiled] * len(row.ids))
         return True
 
     def _read(self, row: _Row) -> int:
-        """Reads the context of a row; returns the KV of its last position."""
-        truth, context, start = row.request.sampling, self._context(row), row.num_computed
-        for position, (got, wanted) in enumerate(zip(context, truth.chain, strict=False)):
-            if got == wanted:
-                continue
-            block_id = row.table[position // self._block_size]
-            assert got < 0, f"{truth.name} reads KV of another text at position {position}, block {block_id}"
-            assert got < _spoiled_in(truth.settled_at), (
-                f"{truth.name} got its row after step {truth.settled_at} and reads at position {position} "
-                f"what failed in step {-got}"
-            )
-            self.num_spoiled += not (truth.is_spoiled or truth.fails_at)
-            truth.is_spoiled = truth.was_spoiled = True
+        """Reads the context of a row in every group; returns the KV of its last position."""
+        truth, start = row.request.sampling, row.num_computed
+        for group in range(1, len(self._groups)):
+            self._check_context(row, group)
+        last = self._check_context(row, 0)
         ids = row.ids
         if ids == [-1]:
             ids = [self._last_token[row.row]]
         assert truth.is_spoiled or ids == truth.tokens[start : start + len(ids)], (
             f"{truth.name} got the tokens {ids} at {start} (INV-41)"
         )
+        return last
+
+    def _check_context(self, row: _Row, group: int) -> int:
+        """Holds what a row reads in a group against its text; returns the last value."""
+        truth, own = row.request.sampling, group * _GROUP
+        start, context = self._context(row, group)
+        wanted = truth.chain[start : start + len(context)]
+        if group == 0 and context == wanted:
+            return context[-1]
+        for position, (got, value) in enumerate(zip(context, wanted, strict=True), start=start):
+            if got == value + own:
+                continue
+            block_id = row.tables[group].get(position // self._sizes[group])
+            assert got < 0, (
+                f"{truth.name} reads KV of another text at position {position}, block {block_id}, group {group}"
+            )
+            assert got < _spoiled_in(truth.settled_at), (
+                f"{truth.name} got its row after step {truth.settled_at} and reads at position {position} "
+                f"what failed in step {-got}"
+            )
+            self.num_spoiled += not (truth.is_spoiled or truth.fails_at)
+            truth.is_spoiled = truth.was_spoiled = True
         return context[-1]
 
 

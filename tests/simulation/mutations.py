@@ -262,6 +262,96 @@ FAULTS = (
         "        if request.copy_target < 0:\n",
     ),
     Fault(
+        "a group's window that is one token short",
+        "fastcore/groups.pyx",
+        "(num_computed - g.size + 1) // g.block_size if",
+        "(num_computed - g.size + 2) // g.block_size if",
+    ),
+    Fault(
+        "a group's chunk that ends one token early",
+        "fastcore/groups.pyx",
+        "return num_computed // g.size * g.size // g.block_size",
+        "return (num_computed + 1) // g.size * g.size // g.block_size",
+    ),
+    Fault(
+        "count no window for a group",
+        "fastcore/groups.pyx",
+        "        if g.kind == SLIDING:\n",
+        "        if False:\n",
+    ),
+    Fault(
+        "leave the twins of other groups in the index",
+        "fastcore/prefix_map.pyx",
+        "            self.twins.leave_all(block_id)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "keep the flag of a group's twin",
+        "fastcore/twins.pyx",
+        "        self.pool.blocks[block_id].flags = 0\n",
+        "",
+    ),
+    Fault(
+        "hit a prefix without the other groups' windows",
+        "fastcore/group_tables.pyx",
+        "            if at > first:\n",
+        "            if False:\n",
+    ),
+    Fault(
+        "hit a group's prefix inside of a coarse block",
+        "fastcore/groups.pyx",
+        "        self.alignment = scale * block_size\n",
+        "        self.alignment = block_size\n",
+    ),
+    Fault(
+        "hang a group's coarse block on its first hash",
+        "fastcore/groups.pyx",
+        "return (at + 1) * self.groups[group].scale - 1",
+        "return at * self.groups[group].scale",
+    ),
+    Fault(
+        "give a group's block out of the window back twice",
+        "fastcore/group_tables.pyx",
+        "            table.num_out = max(table.num_out, first)\n",
+        "",
+    ),
+    Fault(
+        "lose a group's block out of the window",
+        "fastcore/group_tables.pyx",
+        "                self.pool.release(table.blocks[i])\n                table.blocks[i] = NULL_BLOCK\n",
+        "                table.blocks[i] = NULL_BLOCK\n",
+    ),
+    Fault(
+        "skip the touch of other groups' hits",
+        "fastcore/group_tables.pyx",
+        "                    self.pool.hit(table.blocks[i])\n",
+        "                    pass\n",
+    ),
+    Fault(
+        "count other groups' free hits as free",
+        "fastcore/group_tables.pyx",
+        "                count += self.pool.blocks[request.more[g - 1].blocks[i]].num_refs == 0\n",
+        "                pass\n",
+    ),
+    Fault(
+        "extend without counting other groups",
+        "fastcore/kv_manager.pyx",
+        "            missing += self.more.num_missing(request, num_tokens)\n",
+        "",
+    ),
+    Fault(
+        "send a group's table to the rows of another",
+        "fastcore/step_buffer.pyx",
+        "(g + 1) * row_stride + request.row",
+        "g * row_stride + request.row",
+    ),
+    Fault(
+        "send a group's table once more",
+        "fastcore/step_buffer.pyx",
+        "        table.num_sent = table.num_blocks\n",
+        "",
+    ),
+    Fault(
         "an abort that frees nothing",
         "aioengine/live.py",
         "                self._scheduler.finish(choice.request, reason)\n                self._end_choice",
@@ -327,7 +417,8 @@ def take_snapshot(folder: Path) -> Snapshot:
     shutil.copytree(PACKAGE, snapshot.package, ignore=skip)
     shutil.copytree(ROOT / "fastcore", snapshot.sources / "aioengine" / "fastcore", ignore=skip)
     (snapshot.sources / "aioengine" / "__init__.pxd").touch()
-    shutil.copytree(ROOT / "tests" / "simulation", snapshot.simulation / "tests" / "simulation", ignore=skip)
+    for name in ("simulation", "oracle"):
+        shutil.copytree(ROOT / "tests" / name, snapshot.simulation / "tests" / name, ignore=skip)
     (snapshot.simulation / "tests" / "__init__.py").touch()
     return snapshot
 

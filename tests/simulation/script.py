@@ -23,6 +23,8 @@ class Option:
     """Whether it may differ from its plainest value, given the options above it."""
 
 
+FULL = ("full", 0, 1)
+
 OPTIONS: Mapping[str, Option] = {
     "block_size": Option([4, 1, 2, 3, 5, 8, 16, 32]),
     "num_blocks": Option([64, 2, 3, 5, 8, 12, 16, 24, 40, 100, 200, 800]),
@@ -33,7 +35,24 @@ OPTIONS: Mapping[str, Option] = {
     "policy": Option(["fcfs", "fcfs", "priority"]),
     "enable_prefix_caching": Option([True, True, True, True, False]),
     "hash_algo": Option(["xxh3_128", "xxh3_128", "xxh3_128", "sha256"]),
-    "enable_partial_block_reuse": Option([False, True, True], lambda o: o["enable_prefix_caching"]),
+    "kv_groups": Option(
+        [
+            (FULL,),
+            (FULL,),
+            (FULL,),
+            (FULL, ("sliding", 5, 1)),
+            (FULL, ("sliding", 1, 1)),
+            (FULL, ("sliding", 17, 2)),
+            (FULL, ("sliding", 3, 1), ("sliding", 24, 1)),
+            (FULL, ("chunked", 6, 1)),
+            (FULL, ("chunked", 16, 4), ("sliding", 9, 2)),
+            (FULL, FULL, ("sliding", 8, 1), ("sliding", 8, 1)),
+            (FULL, ("full", 0, 2), ("sliding", 11, 1)),
+        ]
+    ),
+    "enable_partial_block_reuse": Option(
+        [False, True, True], lambda o: o["enable_prefix_caching"] and len(o["kv_groups"]) == 1
+    ),
     "eviction_policy": Option(["lru", "lru", "cost"], lambda o: o["enable_prefix_caching"]),
     "context_cost": Option([0.0, 0.01], lambda o: o["eviction_policy"] == "cost"),
     "enable_chunked_prefill": Option([True, True, False], lambda o: o["max_num_batched_tokens"] >= o["max_model_len"]),
@@ -188,7 +207,7 @@ def draw_script(seed: int, num_steps: int) -> Script:
     traffic = _Traffic(rng, options)
     if rng.random() < 0.6:  # a pool that a few requests fill
         num_tokens = traffic.typical_tokens() * rng.choice([1.0, 1.5, 2.5, 4.0])
-        options["num_blocks"] = 2 + int(num_tokens / options["block_size"])
+        options["num_blocks"] = 2 + int(num_tokens / options["block_size"]) * len(options["kv_groups"])
     events = _draw_events(rng, traffic, num_steps)
     return Script(options, tuple(events), step_seconds, seed)
 

@@ -78,7 +78,8 @@ class Truth:
     """Positions computed or in flight since it got its row."""
     num_scored: int = 1
     """Prompt positions whose logits were asked for, the first one included: nothing predicts it."""
-    table: list[int] = field(default_factory=list)
+    tables: list[dict[int, int]] = field(default_factory=list)
+    """Block by logical index, per KV group."""
     settled_at: int = 0
     """Newest step that was settled when it got its row."""
     is_spoiled: bool = False

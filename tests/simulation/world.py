@@ -27,6 +27,7 @@ from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.outputs import RequestStream
 from aioengine.runner import StepResult
 from aioengine.types import RequestOutput, SamplingParams
+from tests.oracle.kv import NaiveKV
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.device import SimDevice
 from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Govern, Options, Reset, Script
@@ -76,6 +77,16 @@ async def _cancel_all() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def naive_kv(options: Options) -> NaiveKV:
+    """For its arithmetic over groups; it has no blocks."""
+    return NaiveKV(
+        2,
+        options["block_size"],
+        kv_groups=options["kv_groups"],
+        max_step_tokens=options["max_num_scheduled_tokens"] or options["max_num_batched_tokens"],
+    )
+
+
 class _Watched:
     """The scheduler as the step loop sees it: every step that it makes is checked first."""
 
@@ -87,6 +98,7 @@ class _Watched:
         gates = ("watermark", "full_sequence_must_fit", "max_num_partial_prefills", "max_long_partial_prefills")
         self._has_gates = any(options[name] for name in gates) or not options["enable_chunked_prefill"]
         limits_long = options["max_num_partial_prefills"] or options["max_long_partial_prefills"]
+        self._kv = naive_kv(options)
         self._passable = options["long_prefill_token_threshold"] if limits_long else 0
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +152,8 @@ class _Watched:
         ):
             return
         # What a copy of this step reads was held until the step was made.
-        blocks = -(-waiting[0].num_tokens // self._scheduler.kv.block_size) + plan.num_copies
+        num_tokens = waiting[0].num_tokens
+        blocks = sum(self._kv.blocks_for(num_tokens, g) for g in range(len(self._kv.groups))) + plan.num_copies
         assert blocks >= self._scheduler.num_free_blocks, f"{waiting[0]} could have started in {plan}"
 
     def _check_order(self, plan: StepPlan) -> None:
@@ -186,7 +199,7 @@ class _World:
         loop = asyncio.get_running_loop()
         self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", **self.script.options)
         self.control = CacheControl(scheduler)
-        self.device = SimDevice(scheduler, self.script.step_seconds, self.script.seed)
+        self.device = SimDevice(scheduler, self.script.options["kv_groups"], self.script.step_seconds, self.script.seed)
         self.live = LiveRequests(
             scheduler,
             EngineMetrics(_no_stats, "sim"),
@@ -308,13 +321,23 @@ class _World:
         )
         self.report.counts[event.what] += 1
         if event.what == "pin":
-            if self.control.cached_blocks(name) + self.control.num_pinned_blocks <= self.control.max_pinned_blocks:
-                self.control.pin(name)
+            self._pin(name)
             return
         self.control.evict(name)
         assert self.control.cached_blocks(name) <= name.span_block, f"{event} left its span behind (INV-70)"
         if event.what == "quarantine" and self.control.bar(name):
             self.barred.append(name)
+
+    def _pin(self, name: NamedPrefix) -> None:
+        num_blocks = self.control.cached_blocks(name) + self.control.num_pinned_blocks
+        try:
+            pinned = self.control.pin(name)
+        except ValueError:
+            # Other groups' blocks are pinned along.
+            assert num_blocks > self.control.max_pinned_blocks or len(self.script.options["kv_groups"]) > 1
+        else:
+            assert num_blocks <= self.control.max_pinned_blocks
+            assert (pinned[1] if pinned else 0) == self.control.cached_blocks(name)
 
     def _add(self, add: Add) -> None:
         prompt = self._prompt(add)
@@ -366,7 +389,7 @@ class _World:
 
     def _fits(self, add: Add) -> bool:
         options = self.script.options
-        blocks = -(-(add.length + 1) // options["block_size"])
+        blocks = naive_kv(options).most_blocks(add.length + 1)
         return add.length + (add.max_tokens > 0) <= options["max_model_len"] and blocks < options["num_blocks"]
 
     # ---- the readers ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.oracle.kv import NaiveTable
 from tests.oracle.scheduler import NaiveRequest, NaiveRow, NaiveScheduler
 
 EOS, STOP = 0, 1
+FULL = ("full", 0, 1)
 
 OPTIONS: Mapping[str, list[object]] = {
     "num_blocks": [4, 5, 7, 10, 16],
@@ -43,6 +44,15 @@ OPTIONS: Mapping[str, list[object]] = {
     "watermark": [0.0, 0.0, 0.2, 0.5],
     "priority_ageing_s": [0.0, 0.0, 1.0, 10.0],
     "max_in_flight": [1, 2, 3, 4],
+    "kv_groups": [
+        (FULL,),
+        (FULL,),
+        (FULL, ("sliding", 3, 1)),
+        (FULL, ("sliding", 1, 1), ("sliding", 6, 2)),
+        (FULL, ("chunked", 5, 1)),
+        (FULL, FULL, ("sliding", 4, 1)),
+        (FULL, ("chunked", 4, 4), ("sliding", 2, 1)),
+    ],
 }
 
 
@@ -59,6 +69,8 @@ def valid(options: dict[str, object]) -> dict[str, object]:
     ):
         if options[most]:
             options[name] = min(int(str(options[name])), int(str(options[most])))
+    if options["kv_groups"] != (FULL,):
+        options["enable_partial_block_reuse"] = False
     if options["policy"] == "fcfs":
         options["priority_ageing_s"] = 0.0
     if options["long_prefill_token_threshold"] == 0:
@@ -74,6 +86,7 @@ class Pair:
         self.real = Scheduler(clock=lambda: self.twin.now_s, **options)  # type: ignore[arg-type]
         self.requests: list[tuple[Request, NaiveRequest]] = []
         self.plans: list[tuple[StepPlan, list[NaiveRow]]] = []
+        self.no_tables: list[list[int]] = [[] for _ in self.twin.kv.others]
 
     def add(
         self, length: int, stem: int, max_tokens: int, min_tokens: int, priority: int, reads_cache: bool,
@@ -98,7 +111,7 @@ class Pair:
         twin = NaiveRequest(name, table, max_tokens, min_tokens, (EOS,), (STOP,), priority)
         fits = (
             length + (max_tokens > 0) <= self.twin.max_model_len
-            and self.twin.kv.blocks_for(length + 1) < self.twin.num_blocks
+            and self.twin.kv.most_blocks(length + 1) < self.twin.num_blocks
         )
         try:
             self.real.add(request, ready=ready)
@@ -192,6 +205,7 @@ class Pair:
         for request, twin in self.requests:
             assert request.token_ids().tolist() == twin.table.tokens
             assert request.block_ids() == twin.table.blocks
+            assert [request.block_ids(g) for g in self.twin.kv.others] == (twin.table.more or self.no_tables)
             assert (
                 request.status, request.num_computed_tokens, request.num_in_flight, request.num_preemptions,
                 request.num_cached_tokens, request.finish_reason, request.stop_token_id,
