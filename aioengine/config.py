@@ -92,6 +92,9 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of stored keys and values; auto is the type of the activations."
     )
+    disable_hybrid_kv_cache_manager: bool = option(
+        False, "Keep the KV of the whole context in every layer, also in layers that read a window of it only."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,7 +435,7 @@ def resolve(
         max_model_len=max_model_len,
         is_max_model_len_given=config.model.max_model_len is not None,
         block_size=config.cache.block_size,
-        hybrid_kv_cache=False,  # the scheduler has one block table
+        hybrid_kv_cache=not config.cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_num_scheduled_tokens=scheduled_tokens,

@@ -119,7 +119,12 @@ def make_cuda_runner(
     max_in_flight = 2 if resolved.async_scheduling else 1
     max_blocks = -(-resolved.max_model_len // resolved.block_size)
     ring = step_buffer.StepBuffer(
-        1, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.block_size, max_blocks
+        1,
+        resolved.max_num_seqs,
+        resolved.max_num_batched_tokens,
+        resolved.block_size,
+        max_blocks * len(layout.groups),
+        len(layout.groups),
     ).ring
     kv_caches = device.allocate_kv_cache(layout, 2)
     with torch.no_grad(), torch.cuda.stream(device.stream):

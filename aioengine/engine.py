@@ -131,9 +131,15 @@ class AsyncEngine:
             )
         max_in_flight = 2 if resolved.async_scheduling else 1
         seeds = random.Random(config.model.seed)
+        kv_groups = parts.runner.memory.layout.scheduler_groups
+        reuses_partial_blocks = config.cache.enable_partial_block_reuse
+        if reuses_partial_blocks and len(kv_groups) > 1:
+            logger.info("prefixes are reused by whole blocks: layers with a window give back what lies between")
+            reuses_partial_blocks = False
         self._scheduler = Scheduler(
             num_blocks=parts.num_blocks,
             block_size=resolved.block_size,
+            kv_groups=kv_groups,
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             max_num_active_seqs=resolved.max_num_active_seqs,
@@ -153,7 +159,7 @@ class AsyncEngine:
             target_itl_s=(config.scheduler.target_itl_ms or 0.0) / 1000,
             max_in_flight=max_in_flight,
             root_seed=root_seed,
-            enable_partial_block_reuse=config.cache.enable_partial_block_reuse,
+            enable_partial_block_reuse=reuses_partial_blocks,
             eviction_policy=config.cache.eviction_policy,
             context_cost=parts.spec.context_cost,
         )

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from aioengine.config import ResolvedConfig
 from aioengine.kv_spec import (
@@ -46,7 +47,7 @@ TOLERATED_WASTE = 1.15
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-SchedulerGroup = tuple[str, int, int]
+SchedulerGroup = tuple[Literal["full", "sliding", "chunked"], int, int]
 """Kind (full, sliding or chunked), window or chunk in tokens (0 for full), block size in units of the finest."""
 
 

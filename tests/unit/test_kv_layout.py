@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.config import EngineConfig, resolve
 from aioengine.device import CpuDevice
+from aioengine.fastcore.groups import KVGroups
 from aioengine.kv_layout import MAX_GROUPS, KVLayout, layout_of, make_layout
 from aioengine.kv_spec import (
     ChunkedLocalSpec,
@@ -147,3 +148,13 @@ def test_layers_with_smaller_pages_get_more_tokens_in_a_block() -> None:
 def test_layers_that_cannot_share_a_pool_are_refused(specs: list[KVSpec], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make_layout(specs, max_model_len=4096, max_step_tokens=512)
+
+
+@pytest.mark.parametrize("pattern", ["FFFF", "WFWF", "FWWWWWF", "WWWWWF" * 4])
+@pytest.mark.parametrize("step_tokens", [1, 100, 512, 4096])
+def test_the_scheduler_counts_as_the_layout_does(pattern: str, step_tokens: int) -> None:
+    """Else a context that fits the pool by the one would be refused by the other."""
+    specs = [FULL if kind == "F" else WINDOW for kind in pattern]
+    layout = make_layout(specs, max_model_len=4096, max_step_tokens=step_tokens)
+    groups = KVGroups(layout.scheduler_groups, layout.block_size, step_tokens)
+    assert [groups.capacity(n) for n in range(300)] == [layout.longest_request(n) for n in range(300)]
