@@ -209,7 +209,8 @@ def score(
     row_totals = empty(num_rows, 2, dtype=torch.float32)
     greater = empty(num_rows, num_chunks)
     best = empty(num_rows, num_chunks * per_chunk, dtype=torch.int64) if has_top else None
-    chunks, options = triton.next_power_of_2(num_chunks), launch_options(logits.device)
+    # Two kernels compute a log-probability each for itself and compare: neither may fuse what the other rounds.
+    chunks, options = triton.next_power_of_2(num_chunks), {**launch_options(logits.device), "enable_fp_fusion": False}
     stride, has_at = logits.stride(0), at is not None
     _totals_kernel[(num_rows, num_chunks)](
         logits, at, totals, vocab_size, stride, HAS_AT=has_at, CHUNK=CHUNK, num_warps=8, **options
