@@ -139,6 +139,7 @@ def make_cuda_runner(
             buffer_words=ring.shape[1],
             buckets=_buckets(resolved),
         )
+        forward.compile_ahead(resolved.max_num_batched_tokens)
         num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, layout, forward, resolved, cache, device)
         resolved = limit_context(resolved, layout.longest_request(num_blocks - 1))
         kv_caches[:] = device.allocate_kv_cache(layout, num_blocks)

@@ -27,6 +27,7 @@ from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
 from aioengine.kernels.block_copy import BlockCopier
 from aioengine.kernels.choose import DrawTable, choose
+from aioengine.kernels.compile_ahead import can_compile_together, compiled_together
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
 from aioengine.kv_layout import KVLayout
@@ -295,12 +296,31 @@ class StepForward:
         if self.cudnn_refusal is None and 0 in self._windows:
             yield from warm(self._spec.num_heads, self._kv_caches[self._layout.groups[0].layers[0]], max_chunk)
 
+    def compile_ahead(self, num_tokens: int) -> None:
+        """Compiles what `profile` and the first steps launch, in threads; none of it is run (`compile_ahead.py`).
+
+        Nobody unpacks a step then, so the inputs are zeros, which index every table within its bounds.
+        """
+        if not can_compile_together():
+            return
+        self._inputs.zero_()
+        with compiled_together():
+            self._profile(self._largest_inputs(num_tokens).zero_())
+            for bucket in self.start_buckets() if self.buckets else ():
+                self._pass(bucket, self._make_entry(bucket))
+
     def profile(self, num_tokens: int) -> None:
         """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""
         self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
+        self._profile(self._largest_inputs(num_tokens))
+
+    def _largest_inputs(self, num_tokens: int) -> StepInputs:
         rows = min(self._max_num_seqs, num_tokens)
-        inputs = self._empty_inputs(num_tokens, rows, rows)
-        plans = {w: self._make_plan(num_tokens, rows, False, w, self._shared_plan) for w in self._windows}
+        return self._empty_inputs(num_tokens, rows, rows)
+
+    def _profile(self, inputs: StepInputs) -> None:
+        tokens, rows = inputs.num_tokens, inputs.num_rows
+        plans = {w: self._make_plan(tokens, rows, False, w, self._shared_plan) for w in self._windows}
         entry = _Entry(inputs, self._metadata(inputs, plans, ()))
         hidden = self._forward(entry)
         logits = self._model.logits(hidden[:rows], self._context(entry))
@@ -330,13 +350,7 @@ class StepForward:
 
     def _enter(self, bucket: Bucket) -> _Entry:
         """Makes a bucket, runs the step in `buffer` eagerly, then captures the same calls."""
-        rows = min(bucket.num_tokens, self._max_num_seqs)
-        inputs = self._inputs.first(bucket.num_tokens, rows, rows)
-        plans = {
-            window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
-            for window in self._windows
-        }
-        entry = _Entry(inputs, self._metadata(inputs, plans, ()))
+        entry = self._make_entry(bucket)
         self._pass(bucket, entry)
         if self._uses_graphs:
             graph = torch.cuda.CUDAGraph()
@@ -348,6 +362,15 @@ class StepForward:
             entry.graph = graph
         self._entries[bucket] = entry
         return entry
+
+    def _make_entry(self, bucket: Bucket) -> _Entry:
+        rows = min(bucket.num_tokens, self._max_num_seqs)
+        inputs = self._inputs.first(bucket.num_tokens, rows, rows)
+        plans = {
+            window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
+            for window in self._windows
+        }
+        return _Entry(inputs, self._metadata(inputs, plans, ()))
 
     def _pass(self, bucket: Bucket, entry: _Entry) -> None:
         hidden = self._forward(entry)

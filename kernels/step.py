@@ -23,7 +23,7 @@ stale. Called by the runner at the head of every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -92,6 +92,12 @@ class StepInputs:
             sample_rows=self.sample_rows[:num_samples],
             sample_num_outputs=self.sample_num_outputs[:num_samples],
         )
+
+    def zero_(self) -> StepInputs:
+        """Fills all of it with zeros."""
+        for part in fields(self):
+            getattr(self, part.name).zero_()
+        return self
 
     @property
     def num_tokens(self) -> int:

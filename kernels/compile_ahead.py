@@ -1,0 +1,54 @@
+"""Compiles the kernels of a forward pass side by side.
+
+Triton compiles a kernel when it is first launched, one after the other; on a machine that has none in its cache a
+start is mostly that. Within `compiled_together` launches compile in threads and run nothing, so the same pass that
+would launch them tells which ones there are. Used by `aioengine/graphs.py` before the first real pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from .jit import INTERPRETED, MISSING
+
+MOST_THREADS = 16
+
+if MISSING is None and not INTERPRETED:
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # before Triton 3.4: kernels are compiled by their first launches
+        AsyncCompileMode = None
+else:
+    AsyncCompileMode = None
+
+
+def can_compile_together() -> bool:
+    """Whether this Triton compiles in threads."""
+    return AsyncCompileMode is not None
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """No launch within runs: what it would have written holds what it held before. All are compiled at the end.
+
+    Raises:
+        RuntimeError: this Triton cannot; ask `can_compile_together` first.
+    """
+    if AsyncCompileMode is None:
+        raise RuntimeError("this Triton does not compile in threads")
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
