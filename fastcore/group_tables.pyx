@@ -197,10 +197,7 @@ cdef class GroupTables:
         cdef GroupTable* table
         for g in range(1, self.groups.count):
             table = &request.more[g - 1]
-            full = min(
-                num_computed // self.groups.groups[g].block_size,
-                request.publish_until // self.groups.groups[g].scale,
-            )
+            full = num_computed // self.groups.groups[g].block_size
             for i in range(max(table.num_published, table.num_out), full):  # what fell out is skipped (B14)
                 if not self.pool.blocks[table.blocks[i]].flags & HASHED:
                     self.pool.blocks[table.blocks[i]].step = <uint16_t> step

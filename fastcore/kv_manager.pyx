@@ -323,7 +323,7 @@ cdef class KVManager:
                 self.offer(request, i)
         request.num_published = full
         if self.more is not None:
-            self.more.publish(request, num_computed, step)
+            self.more.publish(request, full * self.block_size, step)
         return 0
 
     cdef int take_back(self, Request request) except -1:

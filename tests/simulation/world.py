@@ -466,6 +466,7 @@ class _World:
         counts["preempted"] = scheduler.num_preemptions_total
         counts["made way"] = scheduler.num_urgent_preemptions_total
         counts["hit tokens"] = scheduler.prefix_hit_tokens
+        counts["hit tokens of several groups"] = scheduler.prefix_hit_tokens * (scheduler.kv.more is not None)
         counts["copies"] = self.device.num_copies
         counts["spoiled"] = self.device.num_spoiled
 
