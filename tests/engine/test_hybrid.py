@@ -17,6 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.cli.info import collect_facts
+from aioengine.cli.startup_report import startup_report
+from aioengine.config import ServerConfig
 from aioengine.graphs import Bucket
 from aioengine.kv_layout import KVLayout
 from aioengine.sampler import Choice
@@ -182,6 +185,18 @@ async def test_preempted_requests_go_on_where_they_were(family: tuple[PreTrained
     )
     check(model, answers, 60)
     assert num_preemptions > 0
+
+
+@pytest.mark.slow
+async def test_start_and_info_show_the_groups(family: tuple[PreTrainedModel, Path]) -> None:
+    options = EngineConfig(model=str(family[1]), device="cpu", block_size=4, max_model_len=200)
+    facts = collect_facts(options)["run"]
+    async with AsyncEngine(options) as engine:
+        layout = engine.memory_report.layout
+        report = startup_report(engine, ServerConfig(), "http://here", 0.0)
+        assert f"{layout}; {facts['num_kv_tokens']} tokens fit" in report and "layers window" in report
+        assert facts["kv_groups"] == str(layout)
+        assert engine.memory_report.kv_cache_bytes == engine.stats().num_blocks * layout.block_bytes
 
 
 @pytest.mark.gpu
