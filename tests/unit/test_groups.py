@@ -47,6 +47,13 @@ def step(scheduler: Scheduler, token_id: int = 7) -> StepPlan:
     return plan
 
 
+def cached(kv: KVManager, ids: list[int], group: int = 1) -> list[int]:
+    """The blocks of a cached text: the first group's and those that hang on them."""
+    assert kv.hasher is not None and kv.prefix_map.twins is not None
+    primaries = [kv.prefix_map.find_bytes(digest) for digest in kv.hasher.chain(ids, kv.block_size)]
+    return [*primaries, *(kv.prefix_map.twins.twin(primary, group) for primary in primaries)]
+
+
 def run(scheduler: Scheduler, *requests: Request) -> None:
     for request in requests:
         scheduler.add(request)
@@ -239,6 +246,38 @@ def test_siblings_without_a_cache_do_not_wait_for_each_other() -> None:
     assert plan is not None and plan.num_rows == 3
 
 
+# ---- making way ---------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_leaves_what_a_running_prompt_still_needs_in_other_groups() -> None:
+    options = {"num_blocks": 44, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 4}
+    scheduler = scheduler_of((FULL, FULL), full_sequence_must_fit=True, **options)
+    scheduler.add(prompt("long", list(range(40)), 1))
+    scheduler.add(prompt("short", list(range(100, 104)), 1))
+    assert step(scheduler).num_rows == 1  # of 43 blocks the first needs 40, the second 4
+    run(scheduler)
+
+
+def test_a_victim_takes_back_what_it_hung_on_the_blocks_of_others() -> None:
+    """What it was to compute in the step that preempts it is never computed, so nobody may find it."""
+    scheduler = scheduler_of(max_num_batched_tokens=6, max_num_active_seqs=1, policy="priority")
+    kv, ids = scheduler.kv, list(range(12))
+    run(scheduler, prompt("old", ids))
+    primaries, twins = cached(kv, ids)[:6], cached(kv, ids)[6:]
+    for block_id in twins:  # the window is lost
+        kv.prefix_map.remove_id(block_id)
+    victim = prompt("victim", [*ids, 99], priority=5)
+    scheduler.add(victim)
+    step(scheduler)
+    assert cached(kv, ids) == [*primaries, *victim.block_ids(1), 0, 0, 0]
+    urgent = prompt("urgent", [*ids, 98])
+    scheduler.add(urgent)
+    plan = step(scheduler)  # the victim had the next six tokens of it
+    assert plan.requests == [urgent] and victim.num_preemptions == 1 and urgent.num_cached_tokens == 6
+    assert cached(kv, ids)[9:] == urgent.block_ids(1)[3:6]
+    run(scheduler)
+
+
 # ---- governance ---------------------------------------------------------------------------------------------
 
 
@@ -325,6 +364,8 @@ def test_prewarmed_blocks_of_all_groups_go_first() -> None:
     run(scheduler, prompt("warm", list(range(50, 62)), prewarms=True))
     kv = scheduler.kv
     assert kv.match(prompt("b", [*range(50, 62), 99])) == 6
+    order = [kv.pool.free_ids().index(b) for b in cached(kv, list(range(50, 62))) + cached(kv, list(range(12)))]
+    assert len(order) == 24 and max(order[:12]) < min(order[12:])
     fillers = kv.pool.num_free - 2 * 12
     other = prompt("c", list(range(200, 200 + 2 * (fillers // 2 + 2))))
     assert kv.extend(other, other.num_tokens)
