@@ -35,6 +35,7 @@ from aioengine.layers.context import StepContext
 from aioengine.layers.ops_cuda import CudaOps, DeviceAttention
 from aioengine.model_spec import ModelSpec
 from aioengine.sampler import Choice
+from aioengine.transfer import to_device
 
 if TYPE_CHECKING:
     from aioengine.models import Model
@@ -395,7 +396,7 @@ class StepForward:
                 facts.num_tokens, facts.num_rows, few_queries, window, self._shared_plan, owed.tolist()
             )
         entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
-        skip = torch.from_numpy(skipped).to(self._device, non_blocking=True) if long_rows else None
+        skip = to_device(skipped, self._device) if long_rows else None
         hidden = self._forward(entry, skip)
         return StepOutput(hidden, inputs, self._context(entry), False)
 
