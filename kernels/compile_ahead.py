@@ -19,7 +19,7 @@ MOST_THREADS = 16
 
 if MISSING is None and not INTERPRETED:
     try:
-        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
         from triton.runtime.jit import JITFunction
     except ImportError:  # before Triton 3.4: kernels are compiled by their first launches
         AsyncCompileMode = None
@@ -46,9 +46,13 @@ def compiled_together() -> Iterator[None]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool):
-        JITFunction.run = compile_only
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         try:
-            yield
+            with AsyncCompileMode(pool):
+                JITFunction.run = compile_only
+                try:
+                    yield
+                finally:
+                    JITFunction.run = launch
         finally:
-            JITFunction.run = launch
+            active_mode.set(None)  # Triton 3.6 leaves it set when a kernel does not compile
