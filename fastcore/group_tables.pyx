@@ -98,14 +98,19 @@ cdef class GroupTables:
     # ---- counting ----
 
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int64_t num_tokens) noexcept:
-        """Blocks that a request needs beside its hits, and hits that are free and cannot serve as such."""
+        """Blocks that a request needs beside its hits, and hits that are free and cannot serve as such.
+
+        Free hits fall out of a window like new blocks: with them it never has more than the group's most.
+        """
         cdef int64_t count = 0
+        cdef int64_t needed
         cdef int32_t g, i, end
         for g in range(1, self.groups.count):
             end = num_hits // self.groups.groups[g].scale
-            count += min(self.groups.blocks_for(g, num_tokens) - end, self.groups.groups[g].most_held)
+            needed = self.groups.blocks_for(g, num_tokens) - end
             for i in range(self.groups.num_out(g, num_hits * self.groups.block_size), end):
-                count += self.pool.blocks[request.more[g - 1].blocks[i]].num_refs == 0
+                needed += self.pool.blocks[request.more[g - 1].blocks[i]].num_refs == 0
+            count += min(needed, self.groups.groups[g].most_held)
         return count
 
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept:

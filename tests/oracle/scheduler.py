@@ -361,12 +361,12 @@ class NaiveScheduler:
         if self.full_sequence_must_fit:
             num_tokens = max(num_tokens, request.known)
             keep += sum(self.still_needed(other, given) for other in self.running)
-        free_hits = sum(block_id in self.kv.pool.free for block_id in [*hits, *self.twin_hits(request, hits), source])
-        own = sum(
-            min(self.kv.blocks_for(num_tokens, g) - len(hits) // self.kv.groups[g][2], self.kv.most_held(g))
-            for g in range(len(self.kv.groups))
-        )
-        return keep + own + free_hits
+        kv = self.kv
+        tables = [hits, *(kv.twin_hits(request.table, g, len(hits)) for g in kv.others)]
+        for g, found in enumerate(tables):
+            own = kv.blocks_for(num_tokens, g) - len(hits) // kv.groups[g][2]
+            keep += min(own + sum(block_id in kv.pool.free for block_id in found), kv.most_held(g))
+        return keep + (source in kv.pool.free)
 
     def source(self, request: NaiveRequest) -> NaiveRequest | None:
         """A running sibling that has the prompt."""

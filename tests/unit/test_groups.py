@@ -120,6 +120,16 @@ def test_what_can_never_fit_is_refused_with_the_blocks_of_all_groups() -> None:
         scheduler.add(prompt("a", [1] * 63, 1))
 
 
+def test_a_request_that_just_fits_starts_behind_a_cached_prefix_too() -> None:
+    """Its window is in the cache and falls out again: no more is kept for it than without any hit."""
+    scheduler = scheduler_of(num_blocks=28, max_num_batched_tokens=4, full_sequence_must_fit=True)
+    run(scheduler, prompt("a", list(range(18))))
+    long = prompt("b", list(range(40)))
+    run(scheduler, long)
+    assert long.status == "finished" and long.num_cached_tokens == 18
+    assert scheduler.num_free_blocks == 27
+
+
 # ---- windows ------------------------------------------------------------------------------------------------
 
 
