@@ -234,11 +234,17 @@ def limit_context(resolved: ResolvedConfig, num_tokens: int) -> ResolvedConfig:
     """The configuration with `max_model_len` lowered to what a KV pool of `num_tokens` holds, unless it was asked for.
 
     Raises:
-        InvalidConfig: it was asked for and does not fit.
+        InvalidConfig: it was asked for and does not fit, or not even one token does.
     """
     if num_tokens >= resolved.max_model_len:
         return resolved
     remedy = "--kv-cache-memory-bytes" if resolved.device == "cpu" else "--gpu-memory-utilization"
+    if num_tokens < 1:
+        raise InvalidConfig(
+            f"the KV pool does not hold one block for every group of layers; raise {remedy}, or "
+            "--num-gpu-blocks-override where it is given",
+            param="kv_cache_memory_bytes" if resolved.device == "cpu" else "gpu_memory_utilization",
+        )
     if resolved.is_max_model_len_given:
         raise InvalidConfig(
             f"max_model_len={resolved.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; "

@@ -83,6 +83,8 @@ def test_a_context_is_lowered_to_the_pool_unless_it_was_asked_for(
     left = replace(asked, is_max_model_len_given=False)
     assert limit_context(left, 999).max_model_len == 999
     assert remedy in caplog.text and "999 instead of the model's 1000" in caplog.text
+    with pytest.raises(InvalidConfig, match=f"one block for every group of layers; raise {remedy}"):
+        limit_context(left, 0)
 
 
 def test_a_pool_without_room_for_a_token_is_refused() -> None:
