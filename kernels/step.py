@@ -22,6 +22,7 @@ stale. Called by the runner at the head of every step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -65,13 +66,18 @@ class StepInputs:
         def ints(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
+        def by_group(*shape: int) -> torch.Tensor:
+            """A part per group, each at a multiple of 16 bytes: kernels are compiled anew for other addresses."""
+            size = math.prod(shape)
+            return ints(num_groups, -(-size // 4) * 4)[:, :size].unflatten(1, shape)
+
         return cls(
             input_ids=ints(num_tokens),
             positions=ints(num_tokens),
-            slot_mapping=ints(num_groups, num_tokens),
+            slot_mapping=by_group(num_tokens),
             query_start_loc=ints(num_rows + 1),
             seq_lens=ints(num_rows),
-            block_table=ints(num_groups, num_rows, max_blocks),
+            block_table=by_group(num_rows, max_blocks),
             rows=ints(num_rows),
             sample_indices=ints(num_samples),
             sample_rows=ints(num_samples),

@@ -175,6 +175,14 @@ def test_the_unpack_says_what_does_not_fit_together(device):
         step.unpack(buffer, table[:, :-1], last, BLOCK_SIZE, two, torch.ones(2, dtype=torch.int32, device=device))
 
 
+@pytest.mark.parametrize("sizes", [(5, 3, 1, 7), (8, 4, 4, 16), (0, 1, 1, 5), (1, 0, 0, 3)])
+def test_every_group_begins_where_kernels_expect_it(sizes, device):
+    step_inputs = StepInputs.empty(*sizes, device, num_groups=3)
+    assert step_inputs.slot_mapping.shape == (3, sizes[0]) and step_inputs.block_table.shape == (3, sizes[1], sizes[3])
+    for part in (*step_inputs.slot_mapping, *step_inputs.block_table):
+        assert part.data_ptr() % 16 == 0 and part.is_contiguous()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_device_unpacks_what_the_host_unpacks(seed, run, device):
