@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         "keep the map entry of a block that is taken",
         "fastcore/prefix_map.pyx",
-        "            if blocks[taken[i]].flags & HASHED:\n",
+        "            if blocks[at].flags & HASHED:\n",
         "            if False:\n",
     ),
     Fault(
