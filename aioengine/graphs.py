@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from aioengine.fastcore.step_buffer import VERSION, read_step
 from aioengine.kernels import step as layout
-from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, tile_for
+from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, row_counts, tile_for
 from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
 from aioengine.kernels.block_copy import BlockCopier
 from aioengine.kernels.choose import DrawTable, choose
@@ -293,9 +293,19 @@ class StepForward:
             self._enter(bucket)
 
     def warm_long_chunks(self, max_chunk: int) -> Iterator[None]:
-        """Has cuDNN plan every shape that chunks of up to `max_chunk` tokens need, a piece at a time."""
+        """Prepares what chunks of up to `max_chunk` tokens need, cuDNN's plans and kernels, a piece at a time."""
         if self.cudnn_refusal is None and 0 in self._windows:
+            if max_chunk >= LONG_CHUNK:
+                yield from self.warm_rests()
             yield from warm(self._spec.num_heads, self._kv_caches[self._layout.groups[0].layers[0]], max_chunk)
+
+    def warm_rests(self) -> Iterator[None]:
+        """Compiles the lists of what cuDNN leaves of a batch, for every number of rows: of rows without tokens here."""
+        zeros = torch.zeros(self._max_num_seqs + 1, dtype=torch.int32, device=self._device)
+        for num_rows in row_counts(self._max_num_seqs):
+            plan = self._make_plan(LONG_CHUNK, num_rows, False, 0, self._shared_plan, (1, LONG_CHUNK))
+            fill_plan(plan, zeros[: num_rows + 1], zeros[:num_rows], zeros[:num_rows])
+            yield
 
     def compile_ahead(self, num_tokens: int) -> None:
         """Compiles what `profile` and the first steps launch, in threads; none of it is run (`compile_ahead.py`).

@@ -311,6 +311,14 @@ def _rows_block(num_rows: int) -> int:
     return 16 if num_rows <= 16 else 128 if num_rows <= 128 else triton.next_power_of_2(num_rows)
 
 
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows up to `most`, ascending, that between them take every kernel that lists rows."""
+    counts = [min(most, 16)]
+    while counts[-1] < most:
+        counts.append(min(most, max(128, 2 * counts[-1])))
+    return counts
+
+
 def fill_plan(
     plan: AttentionPlan,
     query_start_loc: torch.Tensor,

@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine import AsyncEngine, EngineConfig, SamplingParams, graphs
 from aioengine.checkpoint import load_checkpoint
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
 from aioengine.graphs import Bucket, StepFacts, StepForward, token_buckets
 from aioengine.kernels import attention_plan
-from aioengine.kernels.attention_plan import tile_for
+from aioengine.kernels.attention_plan import _rows_block, fill_plan, row_counts, tile_for
 from aioengine.kernels.sampling import draw_ref
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.loader import load_model
@@ -239,6 +239,23 @@ def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForw
             for max_query_len in longest:
                 facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
                 assert forward.bucket_of(facts, choice) in ahead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [2])
+def test_lists_beside_long_chunks_are_made_ahead_of_rows_without_tokens(
+    forward: StepForward, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(graphs, "fill_plan", lambda plan, *rows: (made.append(plan), fill_plan(plan, *rows)))
+    assert len(list(forward.warm_rests())) == len(made) >= 1
+    for plan in made:
+        assert len(plan.lists) == 2 and all(bool((work.items[:, 0] == -1).all()) for work in plan.lists)
+
+
+def test_every_number_of_rows_is_listed_by_a_kernel_that_was_made_ahead() -> None:
+    for most in (1, 16, 17, 128, 129, 300, 1000):
+        assert {_rows_block(n) for n in range(1, most + 1)} == {_rows_block(n) for n in row_counts(most)}
 
 
 @pytest.mark.slow
