@@ -35,7 +35,8 @@ MAX_BOOKED_CHARS = 200
 
 OFF = "prefix caching is off; start with --enable-prefix-caching"
 INEXACT = (
-    "the name ends inside a block, and without --enable-partial-block-reuse the tokens of cached blocks are not kept"
+    "the name ends inside a block, and the tokens of cached blocks are kept only with --enable-partial-block-reuse, "
+    "and only for models whose layers all share one block table"
 )
 
 

@@ -236,11 +236,13 @@ class CudaRunner:
         forward.buffer[:num_words].copy_(slot.words[:num_words], non_blocking=True)
         for row in plan.left_rows:
             sampler.leave(row)
+        any_draws = False
         for request in plan.joined:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             sampler.join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:])
-        if any(not request.sampling.params.is_greedy for request in plan.joined):
+            any_draws |= not request.sampling.params.is_greedy
+        if any_draws:
             for column, values in zip(slot.draws.columns(), sampler.draws(), strict=True):
                 column.numpy()[:] = values
             forward.draws.copy_(slot.draws)

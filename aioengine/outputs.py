@@ -136,14 +136,14 @@ class ChoiceOutput:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` are the model's own end tokens; ending on one of them gives no stop_reason."""
-        self._stream = stream
-        self.index = index
+        self._stream: RequestStream = stream
+        self.index: int = index
         self._tokenizer = tokenizer
         self._text = None if tokenizer is None else tokenizer.text_stream(params)
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output
         self._eos_token_ids = () if params.ignore_eos else eos_token_ids
-        self._prompt_token_ids = prompt_token_ids
+        self._prompt_token_ids: list[int] = prompt_token_ids
         self._token_ids: list[int] = []
         self.num_tokens = 0
         """Tokens generated so far, a closing stop token included."""
@@ -320,7 +320,7 @@ class RequestStream:
     ) -> None:
         """Made on the loop that will read it. `on_close(stream)` is called once, synchronously, if the
         reader leaves before the end: it aborts whatever still runs for this stream."""
-        self.request_id = request_id
+        self.request_id: str = request_id
         self.is_closed = False
         """Whether the reader has left; nothing pushed from then on is kept."""
         self._choices: list[ChoiceOutput] = []

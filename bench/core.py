@@ -92,6 +92,7 @@ def scheduler_row(num_running: int, num_waiting: int) -> Row:
     for _ in range(MEASURED_STEPS):
         begun = time.perf_counter_ns()
         plan = scheduler.schedule()
+        assert plan is not None
         scheduler.update(plan, token_ids)
         times.append((time.perf_counter_ns() - begun) / 1000)
     assert scheduler.num_running == num_running and scheduler.num_waiting == num_waiting

@@ -50,6 +50,10 @@ class NullRunner(Runner):
         done.set_result(StepResult(np.full(plan.num_samples, self._token_id, np.int32)))
         return done
 
+    def use_idle_time(self) -> bool:
+        """Nothing can wait."""
+        return False
+
     async def close(self) -> None:
         """Nothing is held."""
 

@@ -1,7 +1,7 @@
 """The record of one request."""
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Request:
     wants_prompt_logits: bool
     prewarms: bool
     sampling: object
-    stream: object
+    stream: Any
     siblings: Siblings | None
     num_tokens: int
     """Tokens known on the host: prompt and output."""

@@ -40,7 +40,13 @@ class DrawTable:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(max_rows, dtype=dtype, device=device, pin_memory=pin_memory)
 
-        return cls(*(column(torch.float32) for _ in range(3)), column(torch.int32), column(torch.int64))
+        return cls(
+            temperature=column(torch.float32),
+            top_p=column(torch.float32),
+            min_p=column(torch.float32),
+            top_k=column(torch.int32),
+            seeds=column(torch.int64),
+        )
 
     def columns(self) -> tuple[torch.Tensor, ...]:
         return self.temperature, self.top_p, self.min_p, self.top_k, self.seeds

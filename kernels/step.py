@@ -69,7 +69,7 @@ class StepInputs:
         def by_group(*shape: int) -> torch.Tensor:
             """A part per group, each at a multiple of 16 bytes: kernels are compiled anew for other addresses."""
             size = math.prod(shape)
-            return ints(num_groups, -(-size // 4) * 4)[:, :size].unflatten(1, shape)
+            return ints(num_groups, -(-size // 4) * 4)[:, :size].view(num_groups, *shape)
 
         return cls(
             input_ids=ints(num_tokens),
