@@ -18,7 +18,7 @@ import xxhash
 import xxhash._xxhash
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from libc.string cimport memcmp, memcpy, memset
 
 
@@ -137,20 +137,21 @@ cdef class BlockHasher:
         return PyBytes_FromStringAndSize(<const char*> hash, self.digest_size)
 
     def chain(self, token_ids, int block_size, bytes extra_keys=b"", bytes cache_salt=b""):
-        """The hashes of all full blocks of a sequence; the step path computes them block by block."""
+        """The hashes of all full blocks of a sequence."""
+        cdef int32_t count = len(token_ids) // block_size
         cdef int32_t[::1] tokens = memoryview(bytearray(4 * max(1, len(token_ids)))).cast("i")
+        cdef Hash* hashes = <Hash*> PyMem_Malloc(max(1, count) * sizeof(Hash))
         cdef Py_ssize_t i
-        for i in range(len(token_ids)):
-            tokens[i] = token_ids[i]
-        cdef list hashes = []
-        cdef Hash parent = self.root
-        cdef Hash current
-        for i in range(len(token_ids) // block_size):
-            tail = key_tail(extra_keys, b"" if i else cache_salt)
-            self.hash_block(&parent, &tokens[i * block_size], block_size, tail, &current)
-            hashes.append(self.as_bytes(&current))
-            parent = current
-        return hashes
+        try:
+            if hashes == NULL:
+                raise MemoryError()
+            for i in range(len(token_ids)):
+                tokens[i] = token_ids[i]
+            first_tail, later_tail = key_tail(extra_keys, cache_salt), key_tail(extra_keys, b"")
+            self.hash_path(&tokens[0], block_size, first_tail, later_tail, hashes, 0, count)
+            return [self.as_bytes(&hashes[i]) for i in range(count)]
+        finally:
+            PyMem_Free(hashes)
 
 
 cdef inline void digest128(Digest128Of function, const char* data, size_t size, Hash* out) noexcept nogil:
