@@ -336,7 +336,8 @@ class _World:
             # Other groups' blocks are pinned along.
             assert num_blocks > self.control.max_pinned_blocks or len(self.script.options["kv_groups"]) > 1
         else:
-            assert num_blocks <= self.control.max_pinned_blocks
+            # Blocks that another pin holds already are not more.
+            assert self.control.num_pinned_blocks <= self.control.max_pinned_blocks
             assert (pinned[1] if pinned else 0) == self.control.cached_blocks(name)
 
     def _add(self, add: Add) -> None:
