@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "cache what was computed on evicted blocks",
         "fastcore/cache_control.pyx",
-        "                request.publish_until = min(request.publish_until, name.span_block)\n",
-        "",
+        "                self.kv.hold_back(request, name.span_block)\n",
+        "                pass\n",
     ),
     Fault(
         "free the blocks of a step in flight",
@@ -330,7 +330,7 @@ FAULTS = (
     Fault(
         "count other groups' free hits as free",
         "fastcore/group_tables.pyx",
-        "                count += self.pool.blocks[request.more[g - 1].blocks[i]].num_refs == 0\n",
+        "                needed += self.pool.blocks[request.more[g - 1].blocks[i]].num_refs == 0\n",
         "                pass\n",
     ),
     Fault(
