@@ -255,7 +255,7 @@ class CudaRunner:
         if num_samples:
             if not output.has_chosen:
                 inputs, size = output.inputs, forward.sample_size(num_samples)
-                rows = output.hidden.index_select(0, inputs.sample_indices[:size])
+                rows = output.hidden.index_select(0, output.sample_indices[:size])
                 if choice:
                     num_outputs = inputs.sample_num_outputs[:size]
                     forward.choose(rows, inputs.sample_rows[:size], num_outputs, output.ctx, choice)

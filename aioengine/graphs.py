@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +31,7 @@ from aioengine.kernels.compile_ahead import can_compile_together, compiled_toget
 from aioengine.kernels.sampling_triton import argmax
 from aioengine.kernels.step import StepInputs, unpack
 from aioengine.kv_layout import KVLayout
-from aioengine.layers.context import StepContext
+from aioengine.layers.context import FinalRows, StepContext
 from aioengine.layers.ops_cuda import CudaOps, DeviceAttention
 from aioengine.model_spec import ModelSpec
 from aioengine.sampler import Choice
@@ -124,7 +124,12 @@ class _Entry:
 
     inputs: StepInputs
     attention: tuple[DeviceAttention, ...]
+    final: FinalRows | None = None
     graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def num_hidden(self) -> int:
+        return self.inputs.num_tokens if self.final is None else self.inputs.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,16 @@ class StepOutput:
     """What a step left on the device."""
 
     hidden: torch.Tensor
-    """[T, H] normalized hidden states; undefined if the bucket chose."""
+    """[T, H] normalized hidden states, of tokens or of the last token of each row; undefined if the bucket chose."""
     inputs: StepInputs
     ctx: StepContext
     has_chosen: bool
     """`StepForward.packed` and `last_token` hold the choices."""
+
+    @property
+    def sample_indices(self) -> torch.Tensor:
+        """[N] which of the hidden states predicts each sample."""
+        return self.inputs.sample_indices if self.ctx.final is None else self.inputs.sample_plan_rows
 
 
 class StepForward:
@@ -213,6 +223,8 @@ class StepForward:
         if not self.buckets or is_long:
             return self._run_at_size(facts)
         bucket = self.bucket_of(facts, choice)
+        if facts.prompt_spans and self._reads_last_only(bucket.num_tokens, self._rows_of(bucket), bucket.few_queries):
+            return self._run_at_size(facts)
         if self.waits_for_idle_time and bucket not in self._entries:
             bucket = self._larger(bucket, facts.num_tokens) or bucket
         entry = self._entries.get(bucket)
@@ -222,7 +234,7 @@ class StepForward:
             entry.graph.replay()
         else:
             self._pass(bucket, entry)
-        return StepOutput(self._hidden[: bucket.num_tokens], entry.inputs, self._context(entry), bucket.choice > 0)
+        return StepOutput(self._hidden[: entry.num_hidden], entry.inputs, self._context(entry), bucket.choice > 0)
 
     def bucket_of(self, facts: StepFacts, choice: Choice) -> Bucket:
         """The smallest bucket that serves a step."""
@@ -375,13 +387,30 @@ class StepForward:
         return entry
 
     def _make_entry(self, bucket: Bucket) -> _Entry:
-        rows = min(bucket.num_tokens, self._max_num_seqs)
+        rows = self._rows_of(bucket)
         inputs = self._inputs.first(bucket.num_tokens, rows, rows)
         plans = {
             window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
             for window in self._windows
         }
-        return _Entry(inputs, self._metadata(inputs, plans, ()))
+        is_narrow = self._reads_last_only(bucket.num_tokens, rows, bucket.few_queries)
+        final = self._final_rows(inputs) if is_narrow else None
+        return _Entry(inputs, self._metadata(inputs, plans, ()), final)
+
+    def _rows_of(self, bucket: Bucket) -> int:
+        return min(bucket.num_tokens, self._max_num_seqs)
+
+    def _reads_last_only(self, num_tokens: int, num_rows: int, few_queries: bool) -> bool:
+        """Whether the last layer is spared tokens that nobody reads: where they are at least half of the step."""
+        return not few_queries and 2 * num_rows <= num_tokens
+
+    def _final_rows(self, inputs: StepInputs) -> FinalRows:
+        """The last token of each row; `_forward` fills its plan."""
+        rows, window = inputs.num_rows, self._spec.layer_windows[-1] or 0
+        plans = {window: self._make_plan(rows, rows, True, window, self._shared_plan)}
+        whole = self._metadata(inputs, plans, ())
+        only = {"query_start_loc": inputs.last_start_loc, "num_tokens": rows, "max_query_len": 1}
+        return FinalRows(inputs.last_tokens, [replace(meta, **only) for meta in whole])
 
     def _pass(self, bucket: Bucket, entry: _Entry) -> None:
         hidden = self._forward(entry)
@@ -390,22 +419,25 @@ class StepForward:
             hidden_rows = hidden.index_select(0, inputs.sample_indices)
             self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx, bucket.choice)
         else:
-            self._hidden[: bucket.num_tokens].copy_(hidden)
+            self._hidden[: entry.num_hidden].copy_(hidden)
 
     def _run_at_size(self, facts: StepFacts) -> StepOutput:
-        inputs = self._empty_inputs(facts.num_tokens, facts.num_rows, self.sample_size(facts.num_samples))
+        num_rows = self.sample_size(facts.num_rows)  # the last layer multiplies as many
+        inputs = self._empty_inputs(facts.num_tokens, num_rows, self.sample_size(facts.num_samples))
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
-        skipped = np.zeros(facts.num_rows, np.int32)
+        skipped = np.zeros(num_rows, np.int32)
         for row in long_rows:
             skipped[row.row] = row.num_covered
         plans = {}
+        few_queries = facts.max_query_len <= self._few_queries
         for window in self._windows:
-            owed = facts.query_lens - skipped if window == 0 else facts.query_lens
-            few_queries = facts.max_query_len <= self._few_queries
+            owed = facts.query_lens - skipped[: facts.num_rows] if window == 0 else facts.query_lens
             plans[window] = self._make_plan(
-                facts.num_tokens, facts.num_rows, few_queries, window, self._shared_plan, owed.tolist()
+                facts.num_tokens, num_rows, few_queries, window, self._shared_plan, owed.tolist()
             )
-        entry = _Entry(inputs, self._metadata(inputs, plans, long_rows))
+        is_narrow = not facts.prompt_spans and self._reads_last_only(facts.num_tokens, num_rows, few_queries)
+        final = self._final_rows(inputs) if is_narrow else None
+        entry = _Entry(inputs, self._metadata(inputs, plans, long_rows), final)
         skip = to_device(skipped, self._device) if long_rows else None
         hidden = self._forward(entry, skip)
         return StepOutput(hidden, inputs, self._context(entry), False)
@@ -416,10 +448,13 @@ class StepForward:
         unpack(self.buffer, self.block_table, self.last_token, self._layout.block_size, inputs, self._scales)
         for window, plan in entry.attention[0].plans.items():
             fill_plan(plan, inputs.query_start_loc, inputs.seq_lens, skip if window == 0 else None)
+        if entry.final is not None:
+            for plan in entry.final.attention[0].plans.values():
+                fill_plan(plan, inputs.last_start_loc, inputs.seq_lens)
         return self._model.forward(inputs.input_ids, inputs.positions, self._context(entry))
 
     def _context(self, entry: _Entry) -> StepContext:
-        return StepContext(self._ops, entry.attention, self._kv_caches, self._layout.group_of_layer)
+        return StepContext(self._ops, entry.attention, self._kv_caches, self._layout.group_of_layer, entry.final)
 
     def _empty_inputs(self, num_tokens: int, num_rows: int, num_samples: int) -> StepInputs:
         max_blocks, num_groups = self.block_table.shape[1], len(self._layout.groups)

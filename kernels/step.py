@@ -50,6 +50,9 @@ class StepInputs:
     sample_indices: torch.Tensor  # [N], the token whose hidden state predicts the sample
     sample_rows: torch.Tensor  # [N], persistent row of the sample; -1 = padding
     sample_num_outputs: torch.Tensor  # [N], position of the token to sample
+    sample_plan_rows: torch.Tensor  # [N], the sample's row of the step
+    last_tokens: torch.Tensor  # [S], each row's last token; 0 = padding
+    last_start_loc: torch.Tensor  # [S + 1], query_start_loc of a step that has these tokens alone
 
     @classmethod
     def empty(
@@ -82,6 +85,9 @@ class StepInputs:
             sample_indices=ints(num_samples),
             sample_rows=ints(num_samples),
             sample_num_outputs=ints(num_samples),
+            sample_plan_rows=ints(num_samples),
+            last_tokens=ints(num_rows),
+            last_start_loc=ints(num_rows + 1),
         )
 
     def first(self, num_tokens: int, num_rows: int, num_samples: int) -> StepInputs:
@@ -97,6 +103,9 @@ class StepInputs:
             sample_indices=self.sample_indices[:num_samples],
             sample_rows=self.sample_rows[:num_samples],
             sample_num_outputs=self.sample_num_outputs[:num_samples],
+            sample_plan_rows=self.sample_plan_rows[:num_samples],
+            last_tokens=self.last_tokens[:num_rows],
+            last_start_loc=self.last_start_loc[: num_rows + 1],
         )
 
     def zero_(self) -> StepInputs:
@@ -174,6 +183,9 @@ def unpack_ref(
     step.seq_lens[:real_rows] = (rows[:, NUM_COMPUTED] + rows[:, NUM_NEW]).int()
     step.rows.fill_(-1)
     step.rows[:real_rows] = rows[:, ROW].int()
+    step.last_tokens.zero_()
+    step.last_tokens[:real_rows] = (rows[:, QUERY_START] + rows[:, NUM_NEW] - 1).int()
+    step.last_start_loc.copy_(torch.arange(num_rows + 1).clamp(max=real_rows))
     step.slot_mapping.fill_(-1)
     step.block_table.zero_()
     logical = torch.arange(width, device=rows.device)
@@ -187,8 +199,11 @@ def unpack_ref(
     step.sample_indices.zero_()
     step.sample_rows.fill_(-1)
     step.sample_num_outputs.zero_()
-    sampled = rows[rows[:, SAMPLE_INDEX] >= 0]
+    step.sample_plan_rows.zero_()
+    plan_rows = torch.nonzero(rows[:, SAMPLE_INDEX] >= 0).flatten()
+    sampled = rows[plan_rows]
     at = sampled[:, SAMPLE_INDEX]
+    step.sample_plan_rows[at] = plan_rows.int()
     step.sample_indices[at] = (sampled[:, QUERY_START] + sampled[:, NUM_NEW] - 1).int()
     step.sample_rows[at] = sampled[:, ROW].int()
     step.sample_num_outputs[at] = sampled[:, NUM_OUTPUT].int()
@@ -289,6 +304,9 @@ def _unpack_row(
     sample_indices_ptr,
     sample_rows_ptr,
     sample_num_outputs_ptr,
+    sample_plan_rows_ptr,
+    last_tokens_ptr,
+    last_start_loc_ptr,
     index,
     stride_table_row,
     block_size,
@@ -296,7 +314,8 @@ def _unpack_row(
     BLOCK: tl.constexpr,
 ):
     """Everything of one row of the step, or of a padding row; groups differ in the table alone."""
-    real = index < tl.load(buffer_ptr + _HEADER_ROWS)
+    real_rows = tl.load(buffer_ptr + _HEADER_ROWS)
+    real = index < real_rows
     words_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_ROWS) + index * _ROW_WORDS
     row = tl.load(words_ptr + _ROW, mask=real, other=-1)
     start = tl.load(words_ptr + _QUERY_START, mask=real, other=0)
@@ -309,7 +328,10 @@ def _unpack_row(
     tl.store(query_start_loc_ptr + index, start)
     tl.store(seq_lens_ptr + index, seq_len)
     tl.store(rows_ptr + index, row)
+    tl.store(last_tokens_ptr + index, tl.where(real, start + num_new - 1, 0))
+    tl.store(last_start_loc_ptr + index, tl.minimum(index, real_rows))
     if sample >= 0:
+        tl.store(sample_plan_rows_ptr + sample, index)
         tl.store(sample_indices_ptr + sample, start + num_new - 1)
         tl.store(sample_rows_ptr + sample, row)
         tl.store(sample_num_outputs_ptr + sample, num_output)
@@ -340,6 +362,9 @@ def _unpack_kernel(
     sample_indices_ptr,
     sample_rows_ptr,
     sample_num_outputs_ptr,
+    sample_plan_rows_ptr,
+    last_tokens_ptr,
+    last_start_loc_ptr,
     num_tokens,
     num_rows,
     num_samples,
@@ -376,6 +401,9 @@ def _unpack_kernel(
             sample_indices_ptr,
             sample_rows_ptr,
             sample_num_outputs_ptr,
+            sample_plan_rows_ptr,
+            last_tokens_ptr,
+            last_start_loc_ptr,
             index,
             stride_table_row,
             block_size,
@@ -384,6 +412,7 @@ def _unpack_kernel(
         )
     elif index == num_rows:
         tl.store(query_start_loc_ptr + num_rows, tl.load(buffer_ptr + _HEADER_TOKENS))
+        tl.store(last_start_loc_ptr + num_rows, tl.minimum(index, tl.load(buffer_ptr + _HEADER_ROWS)))
         first_padding = tl.load(buffer_ptr + _HEADER_SAMPLES)
         for first in range(first_padding, num_samples, BLOCK):
             sample = first + tl.arange(0, BLOCK)
@@ -392,6 +421,7 @@ def _unpack_kernel(
             tl.store(sample_indices_ptr + sample, zero, mask=mask)  # [BLOCK]
             tl.store(sample_rows_ptr + sample, zero - 1, mask=mask)  # [BLOCK]
             tl.store(sample_num_outputs_ptr + sample, zero, mask=mask)  # [BLOCK]
+            tl.store(sample_plan_rows_ptr + sample, zero, mask=mask)  # [BLOCK]
     else:
         _unpack_tokens(
             buffer_ptr,
@@ -454,6 +484,9 @@ def unpack(
         step.sample_indices,
         step.sample_rows,
         step.sample_num_outputs,
+        step.sample_plan_rows,
+        step.last_tokens,
+        step.last_start_loc,
         step.num_tokens,
         step.num_rows,
         step.num_samples,

@@ -40,6 +40,19 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class FinalRows:
+    """The only tokens whose hidden states are read: the last of each sequence.
+
+    Of all others the last layer keeps the keys and values, and computes nothing more.
+    """
+
+    tokens: torch.Tensor
+    """[S] which token of the step; any one in padding rows."""
+    attention: Sequence[AttentionMetadata]
+    """By group: these tokens as the step's only queries."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepContext:
     """The explicit context of one forward pass."""
 
@@ -50,6 +63,8 @@ class StepContext:
     kv_caches: Sequence[torch.Tensor]
     """Per layer [num_blocks, num_kv_heads, block_size, 2 * head_dim], K then V on the last axis."""
     group_of_layer: Sequence[int]
+    final: FinalRows | None = None
+    """None: the hidden states of all tokens are wanted."""
 
     def attention_of(self, layer: int) -> AttentionMetadata:
         """The metadata of the group that a layer is in."""

@@ -123,6 +123,9 @@ class Ops(Protocol):
             softcap: bound of the scores by tanh; 0 is none.
         """
 
+    def take(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [S] of x [T, ...], anew: [S, ...]. Called on a device that gives `StepContext.final`."""
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half: [T, 2 I] -> [T, I]."""
 
@@ -132,6 +135,9 @@ class Ops(Protocol):
 
 class ComposedOps:
     """Fused operations from plain ones, for an implementation of `Ops` to inherit."""
+
+    def take(self: Ops, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
 
     def linear_add(
         self: Ops, x: torch.Tensor, weight: Weight, residual: torch.Tensor

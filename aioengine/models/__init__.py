@@ -21,7 +21,10 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """Normalized hidden states [T, H] of the step's tokens; writes their keys and values to the cache."""
+        """Normalized hidden states [T, H] of the step's tokens; writes their keys and values to the cache.
+
+        Only those of `ctx.final`, [S, H], if it is given.
+        """
 
     def logits(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """Float32 scores [R, V] for a few rows of what `forward` returned."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine.layers.context import StepContext
+from aioengine.layers.context import FinalRows, StepContext
 from aioengine.model_spec import ModelSpec
 from aioengine.weights import LoadedWeights, WeightSlot
 
@@ -35,8 +35,10 @@ class Attention:
         self.q_norm = weights.vector(prefix + "q_norm") if spec.qk_norm else None
         self.k_norm = weights.vector(prefix + "k_norm") if spec.qk_norm else None
 
-    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """What the queries gather, before the output projection."""
+    def forward(
+        self, qkv: torch.Tensor, positions: torch.Tensor, ctx: StepContext, final: FinalRows | None
+    ) -> torch.Tensor:
+        """What the queries gather, or those of `final`, before the output projection."""
         ops, meta = ctx.ops, ctx.attention_of(self.layer)
         kv_cache = ctx.kv_caches[self.layer]
         q = ops.rope_and_cache(
@@ -52,6 +54,8 @@ class Attention:
             self.num_kv_heads,
             self.head_dim,
         )
+        if final is not None:
+            q, meta = ops.take(q, final.tokens), final.attention[ctx.group_of_layer[self.layer]]
         return ops.attention(q, kv_cache, meta, self.scale, self.window, 0.0)
 
 
@@ -68,11 +72,20 @@ class DecoderLayer:
         self.down_proj = weights.matrix(prefix + "mlp.down_proj")
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, ctx: StepContext
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: StepContext,
+        final: FinalRows | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`final` is given to the last layer, which returns those rows alone."""
         ops, attn = ctx.ops, self.self_attn
         qkv, residual = ops.add_norm_linear(x, residual, self.input_layernorm, self.eps, attn.qkv_proj)
-        x, residual = ops.linear_add(attn.forward(qkv, positions, ctx), attn.o_proj, residual)
+        attended = attn.forward(qkv, positions, ctx, final)
+        if final is not None:
+            residual = ops.take(residual, final.tokens)
+        x, residual = ops.linear_add(attended, attn.o_proj, residual)
         gated, residual = ops.add_norm_gated_linear(
             x, residual, self.post_attention_layernorm, self.eps, self.gate_up_proj
         )
@@ -90,8 +103,10 @@ class LlamaModel:
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         x, residual = None, ctx.ops.embed(input_ids, self.embed_tokens)
-        for layer in self.layers:
+        *inner, last = self.layers
+        for layer in inner:
             x, residual = layer.forward(x, residual, positions, ctx)
+        x, residual = last.forward(x, residual, positions, ctx, ctx.final)
         return ctx.ops.add_norm(x, residual, self.norm, self.eps)[0]
 
 
@@ -104,7 +119,7 @@ class LlamaForCausalLM:
         self.lm_head = self.model.embed_tokens if tied else weights.matrix("lm_head")
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """Normalized hidden states [T, H]; keys and values go to the cache."""
+        """Normalized hidden states [T, H], or those of `ctx.final`; keys and values go to the cache."""
         return self.model.forward(input_ids, positions, ctx)
 
     def logits(self, hidden: torch.Tensor, ctx: StepContext) -> torch.Tensor:

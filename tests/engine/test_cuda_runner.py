@@ -177,7 +177,7 @@ def run_step(
         output = forward.run(facts, choice=Choice.FILTERED)
         if facts.num_samples and not output.has_chosen:
             n, inputs = forward.sample_size(facts.num_samples), output.inputs
-            rows = output.hidden[inputs.sample_indices[:n].long()]
+            rows = output.hidden[output.sample_indices[:n].long()]
             forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx, Choice.FILTERED)
     ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
     assert not status.any()
@@ -212,6 +212,24 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
             expected = draw_ref(z, z.topk(TOP_K).values[:, -1], seeds, positions)
             assert expected.tolist() != logits.argmax(-1).tolist()
         assert request.outputs == expected.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 2], ids=["eager", "buckets"])
+def test_the_last_layer_computes_what_is_read_and_no_more(forward: StepForward, level: int) -> None:
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
+    first, second = planner.request(random_prompt(23, seed=1)), planner.request(random_prompt(9, seed=2))
+    with np.errstate(all="ignore"), torch.no_grad():
+        run_step(forward, planner, {first: 4})
+        plan = planner.plan({first: 12, second: 9})
+        forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
+        facts = StepFacts.of(plan.buffer)
+        spared = forward.run(facts, choice=Choice.PLAIN)
+        last, at = spared.hidden[:2].clone(), int(spared.sample_indices[0])
+        scored = forward.run(dataclasses.replace(facts, prompt_spans=((0, 0),)), choice=Choice.PLAIN)
+    assert len(spared.hidden) <= MAX_SEQS and at == 1
+    assert len(scored.hidden) == 21 and int(scored.sample_indices[0]) == 20
+    torch.testing.assert_close(last, scored.hidden[[11, 20]], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def unpacked_slowly(
             tables[group][row.row][logical] = block
     out = {name: [] for name in StepInputs.__dataclass_fields__}
     out["block_table"], out["slot_mapping"] = ([[] for _ in scales] for _ in range(2))
-    for row in rows:
+    for plan_row, row in enumerate(rows):
         out["query_start_loc"].append(len(out["input_ids"]))
         out["seq_lens"].append(row.computed + len(row.tokens))
         out["rows"].append(row.row)
@@ -80,7 +80,10 @@ def unpacked_slowly(
             for group, scale in enumerate(scales):
                 logical, offset = divmod(position, BLOCK_SIZE * scale)
                 out["slot_mapping"][group].append(tables[group][row.row][logical] * BLOCK_SIZE * scale + offset)
+        out["last_tokens"].append(len(out["input_ids"]) - 1)
+        out["last_start_loc"].append(plan_row)
         if row.sample:
+            out["sample_plan_rows"].append(plan_row)
             out["sample_indices"].append(len(out["input_ids"]) - 1)
             out["sample_rows"].append(row.row)
             out["sample_num_outputs"].append(row.num_outputs)
@@ -96,6 +99,9 @@ def unpacked_slowly(
         "sample_indices": (num_samples, 0),
         "sample_rows": (num_samples, -1),
         "sample_num_outputs": (num_samples, 0),
+        "sample_plan_rows": (num_samples, 0),
+        "last_tokens": (num_rows, 0),
+        "last_start_loc": (num_rows + 1, len(rows)),
     }
     for name, (size, value) in padding.items():
         for values in out[name] if name in ("block_table", "slot_mapping") else [out[name]]:
