@@ -216,6 +216,7 @@ def test_padded_and_exact_steps_choose_what_transformers_would(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 2], ids=["eager", "buckets"])
+@pytest.mark.parametrize("family", ["mistral-window"], indirect=True)
 def test_the_last_layer_computes_what_is_read_and_no_more(forward: StepForward, level: int) -> None:
     planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
     first, second = planner.request(random_prompt(23, seed=1)), planner.request(random_prompt(9, seed=2))
