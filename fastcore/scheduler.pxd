@@ -59,6 +59,8 @@ cdef class Scheduler:
     cdef readonly int64_t num_urgent_preemptions_total
 
     cdef bint schedule_running(self) except -1
+    cdef int32_t widen(self, Request request, int32_t num_new) except -1
+    cdef int give_rest(self) except -1
     cdef int publish_chunks(self) except -1
     cdef int schedule_waiting(self) except -1
     cdef double rank_of(self, Request request) except *

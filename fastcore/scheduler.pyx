@@ -202,7 +202,10 @@ cdef class Scheduler:
         return plan
 
     cdef int pace(self) except -1:
-        """Starts the time budget of a step: what the decodes leave of the target is for prompts."""
+        """Starts the time budget of a step: what the decodes leave of the target is for prompts.
+
+        Again once victims have left, as if they had never been there: without them, less is spent (INV-31).
+        """
         cdef int64_t num_decodes = 0
         cdef int64_t context = 0
         cdef Request request
@@ -210,7 +213,11 @@ cdef class Scheduler:
             if is_decode(request, self.tokens_left(request)):
                 num_decodes += 1
                 context += request.num_computed_tokens + 1
-        return self.cost.begin(num_decodes, context, self.budget - num_decodes)
+        self.cost.begin(num_decodes, context, self.limits.max_num_scheduled_tokens - num_decodes)
+        for request in self.scheduled:
+            if request.step_tokens > 0 and not is_decode(request, request.step_tokens):
+                self.cost.spend(request.num_computed_tokens, request.step_tokens)
+        return 0
 
     cdef bint schedule_running(self) except -1:
         """Gives tokens to running requests in order; returns whether others may be admitted (INV-30)."""
@@ -218,37 +225,60 @@ cdef class Scheduler:
         cdef bint waits = False
         cdef Request request
         cdef RoomOutcome outcome
-        cdef int32_t num_new, target
-        cdef bint is_paced
+        cdef int32_t num_new, target, num_victims
         while at < len(self.running) and self.budget > 0:
             request = <Request> self.running[at]
-            num_new = clip_tokens(
-                self.tokens_left(request), self.threshold, self.budget, request.num_computed_tokens,
-                self.limits.max_model_len,
-            )
-            is_paced = self.cost is not None and not is_decode(request, num_new)
-            if is_paced:
-                num_new = self.cost.fit(request.num_computed_tokens, num_new)
+            num_new = more_tokens(self, request, 0)
             if num_new == 0:
                 at += 1
                 continue
             target = request.num_computed_tokens + num_new
             if target > request.num_blocks * self.kv.block_size:
+                num_victims = self.num_victims
                 outcome = self.make_room(request, target, &at)
+                if self.cost is not None and self.num_victims > num_victims:
+                    self.pace()
                 if outcome == ROOM_GONE:
                     continue
                 if outcome == ROOM_LATER:
                     waits = True
                     at += 1
                     continue
-            if is_paced:
-                self.cost.spend(request.num_computed_tokens, num_new)
-            request.step_tokens = num_new
-            self.budget -= num_new
-            self.num_chunks += num_new > 1
+                if self.num_victims > num_victims:
+                    num_new = self.widen(request, num_new)
+            give(self, request, 0, num_new)
             self.scheduled.append(request)
             at += 1
+        if self.num_victims:
+            self.give_rest()
         return self.num_victims == 0 and not waits
+
+    cdef int32_t widen(self, Request request, int32_t num_new) except -1:
+        """Counts a running request's tokens anew once victims gave theirs back; it has blocks for `num_new`.
+
+        It gets what it would have got if they had not been in this step (INV-31), as far as free blocks reach:
+        it was content with less a moment ago, and a victim has to compute everything again.
+        """
+        cdef int32_t first = request.num_computed_tokens + request.step_tokens
+        cdef int32_t most = max(num_new, more_tokens(self, request, request.step_tokens))
+        while most > num_new and not self.kv.extend(request, first + most, request.num_computed_tokens):
+            # One block less of the finest group; the others' blocks are multiples of it.
+            most = max(num_new, (first + most - 1) // self.kv.block_size * self.kv.block_size - first)
+        return most
+
+    cdef int give_rest(self) except -1:
+        """Gives what victims left of the budget to running requests that were cut short before they left."""
+        cdef int32_t num_new
+        cdef Request request
+        for request in self.running:
+            if self.budget == 0:
+                break
+            num_new = self.widen(request, 0)
+            if num_new > 0:
+                if request.step_tokens == 0:
+                    self.scheduled.append(request)
+                give(self, request, request.step_tokens, num_new)
+        return 0
 
     cdef int publish_chunks(self) except -1:
         """Offers what running requests compute of their prompts, once no other of them can take their blocks.
@@ -305,8 +335,6 @@ cdef class Scheduler:
         self.num_victims += 1
         self.num_preemptions_total += 1
         self.budget += victim.step_tokens
-        if self.cost is not None:
-            self.cost.refund(victim.step_tokens)
         victim.step_tokens = 0
         self.kv.take_back(victim)
         self.kv.release(victim)
@@ -351,7 +379,8 @@ cdef class Scheduler:
             if outcome == TOO_MANY_PARTIAL and request.queued_long and not skip_long:
                 skip_long = True
             elif outcome == NO_ROOM and is_first and self.by_priority and self.make_way(request):
-                self.try_admit(request)
+                if self.try_admit(request) == ADMITTED:
+                    self.give_rest()
                 break
             elif outcome != ADMITTED:
                 break
@@ -388,6 +417,8 @@ cdef class Scheduler:
         for victim in victims:
             discard(self.running, victim)
             self.preempt(<Request> victim)
+        if self.cost is not None:
+            self.pace()
         self.num_urgent_preemptions_total += len(victims)
         self.is_surveyed = False
         return True
@@ -649,6 +680,27 @@ cdef class Scheduler:
             assert (<Siblings> siblings).aside, "siblings are expected of whom none was set aside"
             for request in (<Siblings> siblings).aside:
                 assert request.state == HELD and request.siblings is siblings, repr(request)
+
+
+cdef inline int32_t more_tokens(Scheduler self, Request request, int32_t had) noexcept:
+    """Tokens that a running request gets beside those that it has in this step, by what is left of it."""
+    cdef int32_t num_new = clip_tokens(
+        self.tokens_left(request), self.threshold, self.budget + had, request.num_computed_tokens,
+        self.limits.max_model_len,
+    )
+    if self.cost is None or is_decode(request, num_new):
+        return num_new - had
+    return self.cost.fit(request.num_computed_tokens + had, num_new - had)
+
+
+cdef inline int give(Scheduler self, Request request, int32_t had, int32_t num_new) noexcept:
+    """Books tokens of this step for a running request that has the blocks for them."""
+    if self.cost is not None and not is_decode(request, had + num_new):
+        self.cost.spend(request.num_computed_tokens + had, num_new)
+    request.step_tokens = had + num_new
+    self.budget -= num_new
+    self.num_chunks += had + num_new > 1
+    return 0
 
 
 cdef inline bint is_scheduled(object request) noexcept:

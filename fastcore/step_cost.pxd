@@ -47,7 +47,6 @@ cdef class StepCost:
     cdef int begin(self, int64_t num_decodes, int64_t context, int64_t max_tokens) except -1
     cdef int32_t fit(self, int32_t num_computed, int32_t num_tokens) noexcept
     cdef int spend(self, int32_t num_computed, int32_t num_tokens) noexcept
-    cdef int refund(self, int32_t num_tokens) noexcept
     cdef int note(self, int64_t step_id, list requests) except -1
     cdef double margin(self) noexcept
     cdef double predict_s(self, StepFacts* facts) noexcept

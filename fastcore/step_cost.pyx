@@ -138,12 +138,6 @@ cdef class StepCost:
         self.tokens_left -= num_tokens
         return 0
 
-    cdef int refund(self, int32_t num_tokens) noexcept:
-        """Takes back the tokens of a victim: whoever it made way for gets as many, or the step could be empty."""
-        self.floor_left += num_tokens
-        self.tokens_left += num_tokens
-        return 0
-
     cdef double margin(self) noexcept:
         return min(MAX_MARGIN, sqrt(self.squared_error))
 

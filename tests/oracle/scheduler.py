@@ -195,7 +195,8 @@ class NaiveScheduler:
             return min(num_new, threshold or num_new, left, self.max_model_len - num_computed)
 
         may_admit = True
-        for request in list(self.running):
+        order = list(self.running)
+        for request in order:
             if sum(given.values()) == self.max_num_scheduled_tokens:
                 break
             limit = min(request.num_prompt + request.max_tokens, self.max_total)
@@ -204,10 +205,12 @@ class NaiveScheduler:
             num_new = clip(request.known - request.num_computed, request.num_computed)
             if num_new == 0:
                 continue
+            has_victims = False
             while not self.kv.extend(request.table, request.num_computed + num_new, request.num_computed):
                 may_admit = False
                 if self.deferred:
                     break
+                has_victims = True
                 worst = max(self.running, key=self.rank) if self.policy == "priority" else self.running[-1]
                 given.pop(worst, None)
                 self.preempt(worst)
@@ -215,16 +218,35 @@ class NaiveScheduler:
                     break
             else:
                 given[request] = num_new
+                if has_victims:
+                    self.widen(request, given, threshold)
+        if any(request.status == "preempted" for request in order):
+            for request in self.running:
+                self.widen(request, given, threshold)
         for request in given:
             if given[request] > 1:
                 self.publish_ahead(request, given)
         if may_admit:
             for request in [r for r in self.aside if not self.is_computing(r)]:
                 self.set_ready(request)
-            self.admit_waiting(given, clip)
+            self.admit_waiting(given, clip, threshold)
         return self.pack(given)
 
-    def admit_waiting(self, given: dict[NaiveRequest, int], clip: Callable[[int, int], int]) -> None:
+    def widen(self, request: NaiveRequest, given: dict[NaiveRequest, int], threshold: int) -> None:
+        """Gives a running request as many more tokens as the budget and free blocks allow, now that victims left."""
+        limit = min(request.num_prompt + request.max_tokens, self.max_total)
+        if request.in_flight and request.known >= limit:
+            return
+        had = given.get(request, 0)
+        left = request.known - request.num_computed
+        budget = self.max_num_scheduled_tokens - sum(given.values()) + had
+        most = min(left, threshold or left, budget, self.max_model_len - request.num_computed)
+        for num_new in range(most, had, -1):
+            if self.kv.extend(request.table, request.num_computed + num_new, request.num_computed):
+                given[request] = num_new
+                return
+
+    def admit_waiting(self, given: dict[NaiveRequest, int], clip: Callable[[int, int], int], threshold: int) -> None:
         passed_over: list[NaiveRequest] = []
         is_first = True
         while candidates := [r for r in self.in_order() if r not in passed_over]:
@@ -242,7 +264,9 @@ class NaiveScheduler:
                 # All long ones are passed over, once; a short one is never passed.
                 passed_over = [r for r in self.waiting if self.is_long(r.known)]
             elif why_not == "room" and is_first and self.make_way(request, given, clip):
-                self.try_admit(request, given, clip)
+                if not self.try_admit(request, given, clip):
+                    for other in self.running:
+                        self.widen(other, given, threshold)
                 return
             elif why_not:
                 return

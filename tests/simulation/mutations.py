@@ -189,8 +189,8 @@ FAULTS = (
     Fault(
         "admit others after making way",
         "fastcore/scheduler.pyx",
-        "                self.try_admit(request)\n                break\n",
-        "                self.try_admit(request)\n",
+        "                    self.give_rest()\n                break\n",
+        "                    self.give_rest()\n",
     ),
     Fault("no fence for rows", "fastcore/rows.pyx", "if fence <= last_updated:", "if True:"),
     Fault("lose a row", "fastcore/rows.pyx", "self.num_fenced = kept", "self.num_fenced = 0 * kept"),

@@ -138,10 +138,10 @@ class _Watched:
         if self._scheduler.num_in_flight_steps > 1:
             return  # blocks may be on their way back, or a last token
         for request in self._scheduler.running_requests():
-            if num_victims and request in plan.requests:
-                continue  # its tokens were counted before its victim gave back others
             samples = request in plan.sample_requests
             missing = request.num_tokens + request.num_in_flight - request.num_computed_tokens - samples
+            if missing and num_victims and self._blocks_for_one_more(request) > self._scheduler.num_free_blocks:
+                continue  # what victims leave of the budget takes free blocks, no more victims
             assert missing == 0, f"{request} could have had {missing} tokens more in {plan} (INV-31)"
         waiting = self._scheduler.waiting_requests()
         if (
@@ -155,6 +155,12 @@ class _Watched:
         num_tokens = waiting[0].num_tokens
         blocks = sum(self._kv.blocks_for(num_tokens, g) for g in range(len(self._kv.groups))) + plan.num_copies
         assert blocks >= self._scheduler.num_free_blocks, f"{waiting[0]} could have started in {plan}"
+
+    def _blocks_for_one_more(self, request: Request) -> int:
+        """Blocks that a running request needs for its next token."""
+        reached = request.num_computed_tokens
+        groups = range(len(self._kv.groups))
+        return sum(self._kv.blocks_for(reached + 1, g) - self._kv.blocks_for(reached, g) for g in groups)
 
     def _check_order(self, plan: StepPlan) -> None:
         """Nobody was passed by one who came later or is less important (INV-34)."""
