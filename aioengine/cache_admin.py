@@ -1,9 +1,9 @@
 """The governed cache: evict, quarantine, pin, lease, prewarm and reset prefixes by name, with a record of each.
 
 `engine.cache` is an instance. A prefix is named by what a request would send: text, token ids or chat messages,
-and its `cache_salt`. Every operation replies exact, degraded (with the reason) or refused, and its reply is kept
-in a bounded audit log. The work on blocks is done by `fastcore/cache_control.pyx`; here are names, expiry
-and the books. Everything runs on the event loop's thread, between two steps.
+and its `cache_salt`; a tenant by its salt alone. Every operation replies exact, degraded (with the reason) or
+refused, and its reply is kept in a bounded audit log. The work on blocks is done by `fastcore/cache_control.pyx`;
+here are names, expiry and the books. Everything runs on the event loop's thread, between two steps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CacheAdmin:
 
     async def evict(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         *,
         cache_salt: str | None = None,
         start: int | None = None,
@@ -91,18 +91,18 @@ class CacheAdmin:
         blocks go on; nobody else can hit those blocks. Pins on them end.
 
         Args:
-            prompt: the prefix up to the end of the span.
+            prompt: the prefix up to the end of the span; without one, everything under `cache_salt` goes.
             start: the span's first token; by default only what has the whole prefix in view goes. Blocks go as
                 a whole, so a span takes what else is in the block where it begins.
             require_exact: refuse rather than evict more than was named.
             chat: options of the chat template, as in `engine.render()`; no generation prompt by default.
         """
-        name = await self._name(prompt, cache_salt, start, chat)
+        name = await self._name_or_salt(prompt, cache_salt, start, chat)
         return self._evict("evict", name, cache_salt, start, require_exact)
 
     async def quarantine(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         *,
         cache_salt: str | None = None,
         start: int | None = None,
@@ -111,9 +111,10 @@ class CacheAdmin:
     ) -> CacheReply:
         """Evicts a span as `evict()` does and keeps it out of the cache from now on, until `lift()`.
 
-        Requests may still send it; what they compute with it in view is never shared.
+        Requests may still send it; what they compute with it in view is never shared. Without a prompt,
+        everything under `cache_salt` is meant.
         """
-        name = await self._name(prompt, cache_salt, start, chat)
+        name = await self._name_or_salt(prompt, cache_salt, start, chat)
         if self._is_on and self._control.num_barred >= MAX_QUARANTINED:
             reason = f"{MAX_QUARANTINED} spans are in quarantine already; lift some"
             return self._book("quarantine", "refused", reason=reason, cache_salt=cache_salt, start=start)
@@ -123,10 +124,15 @@ class CacheAdmin:
         return reply
 
     async def lift(
-        self, prompt: Prompt, *, cache_salt: str | None = None, start: int | None = None, **chat: Any
+        self,
+        prompt: Prompt | None = None,
+        *,
+        cache_salt: str | None = None,
+        start: int | None = None,
+        **chat: Any,
     ) -> CacheReply:
         """Ends a quarantine; the span must be named as it was then."""
-        name = await self._name(prompt, cache_salt, start, chat)
+        name = await self._name_or_salt(prompt, cache_salt, start, chat)
         found = self._control.lift(name)
         reason = None if found else "no such span is in quarantine"
         return self._book(
@@ -357,9 +363,22 @@ class CacheAdmin:
     ) -> NamedPrefix:
         return self._named(await self._token_ids(prompt, cache_salt, chat), cache_salt, start)
 
+    async def _name_or_salt(
+        self, prompt: Prompt | None, cache_salt: str | None, start: int | None, chat: dict[str, Any]
+    ) -> NamedPrefix:
+        """The prefix that was named; without a prompt, the name of everything under a salt."""
+        if prompt is not None:
+            return await self._name(prompt, cache_salt, start, chat)
+        _check_salt(cache_salt)
+        if not cache_salt:
+            raise InvalidRequest("name a prompt, a cache_salt or both; reset forgets everything", param="prompt")
+        if start is not None or any(chat.values()):
+            raise InvalidRequest("start and chat options need a prompt", param="prompt" if start is None else "start")
+        nothing = np.empty(0, dtype=np.int32)
+        return NamedPrefix(nothing, self._scheduler.kv.block_size, cache_salt=salt_bytes(cache_salt))
+
     async def _token_ids(self, prompt: Prompt, cache_salt: str | None, chat: dict[str, Any]) -> list[int]:
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}", param="cache_salt")
+        _check_salt(cache_salt)
         token_ids = await self._render(prompt, **{"add_generation_prompt": False, **chat})
         if len(token_ids) > self._scheduler.max_model_len:  # ids as such are measured before; text is not
             raise ContextLengthExceeded(
@@ -394,6 +413,11 @@ class CacheAdmin:
 
 def _booked(text: str) -> str:
     return text if len(text) <= MAX_BOOKED_CHARS else f"{text[:MAX_BOOKED_CHARS]}... ({len(text)} characters)"
+
+
+def _check_salt(cache_salt: object) -> None:
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidRequest(f"cache_salt must be text, got {cache_salt!r}", param="cache_salt")
 
 
 def salt_bytes(cache_salt: str | None) -> bytes:

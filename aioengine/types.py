@@ -272,7 +272,7 @@ class CacheReply:
     cache_salt: str | None = None
     """The tenant."""
     num_tokens: int = 0
-    """Length of the name, or of what was pinned of it."""
+    """Length of the name, or of what was pinned of it; 0 if everything under the salt was meant."""
     start: int | None = None
     """First token of the span, where there is one."""
     num_blocks: int = 0

@@ -56,20 +56,20 @@ class CacheRoutes:
         """Takes a span and all computed after it out of the cache."""
         fields = await read_request(request, EvictRequest, self._engine.model.name)
         exact = bool(fields.require_exact)
-        prompt, naming = _name_of(fields)
+        prompt, naming = _name_or_salt_of(fields)
         return _answer(await self._engine.cache.evict(prompt, start=fields.start, require_exact=exact, **naming))
 
     async def quarantine(self, request: Request) -> Response:
         """Evicts a span and keeps it out of the cache."""
         fields = await read_request(request, EvictRequest, self._engine.model.name)
         exact = bool(fields.require_exact)
-        prompt, naming = _name_of(fields)
+        prompt, naming = _name_or_salt_of(fields)
         return _answer(await self._engine.cache.quarantine(prompt, start=fields.start, require_exact=exact, **naming))
 
     async def lift(self, request: Request) -> Response:
         """Ends a quarantine."""
         fields = await read_request(request, LiftRequest, self._engine.model.name)
-        prompt, naming = _name_of(fields)
+        prompt, naming = _name_or_salt_of(fields)
         return _answer(await self._engine.cache.lift(prompt, start=fields.start, **naming))
 
     async def pin(self, request: Request) -> Response:
@@ -177,9 +177,21 @@ def _name_of(fields: NamedRequest) -> tuple[Prompt, Naming]:
     Raises:
         InvalidRequest: both `prompt` and `messages`, or neither.
     """
-    if (fields.prompt is None) == (fields.messages is None):
+    prompt, naming = _name_or_salt_of(fields)
+    if prompt is None:
         raise InvalidRequest("give either prompt or messages", param="prompt")
-    prompt: Prompt = engine_messages(fields) if fields.prompt is None else fields.prompt
+    return prompt, naming
+
+
+def _name_or_salt_of(fields: NamedRequest) -> tuple[Prompt | None, Naming]:
+    """The prefix that a request names, None for everything under its salt.
+
+    Raises:
+        InvalidRequest: both `prompt` and `messages`.
+    """
+    if fields.prompt is not None and fields.messages is not None:
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    prompt: Prompt | None = fields.prompt if fields.messages is None else engine_messages(fields)
     return prompt, {
         "cache_salt": fields.cache_salt,
         "add_generation_prompt": bool(fields.add_generation_prompt),

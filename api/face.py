@@ -49,14 +49,14 @@ class Cache(Protocol):
     """Operations on the prefix cache; `naming` is the salt and the options of the chat template."""
 
     async def evict(
-        self, prompt: Prompt, *, start: int | None = None, require_exact: bool = False, **naming: Any
+        self, prompt: Prompt | None = None, *, start: int | None = None, require_exact: bool = False, **naming: Any
     ) -> CacheReply: ...
 
     async def quarantine(
-        self, prompt: Prompt, *, start: int | None = None, require_exact: bool = False, **naming: Any
+        self, prompt: Prompt | None = None, *, start: int | None = None, require_exact: bool = False, **naming: Any
     ) -> CacheReply: ...
 
-    async def lift(self, prompt: Prompt, *, start: int | None = None, **naming: Any) -> CacheReply: ...
+    async def lift(self, prompt: Prompt | None = None, *, start: int | None = None, **naming: Any) -> CacheReply: ...
 
     async def pin(self, prompt: Prompt, *, require_exact: bool = False, **naming: Any) -> CacheReply: ...
 

@@ -192,7 +192,7 @@ class NamedRequest(Fields, kw_only=True):
 
 
 class EvictRequest(NamedRequest, kw_only=True):
-    """POST /admin/cache/evict and /quarantine."""
+    """POST /admin/cache/evict and /quarantine; without a prompt, everything under `cache_salt` is meant."""
 
     start: int | None = None
     require_exact: bool | None = None

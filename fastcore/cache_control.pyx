@@ -59,6 +59,8 @@ cdef class CacheControl:
         cdef int32_t parent
         cdef uint32_t lane
         is_exact[0] = True
+        if name.num_tokens == 0:
+            return self.kv.first_blocks(name.first_tail)
         if name.num_tokens >= (name.span_block + 1) * name.block_size:
             self.walk(name, name.span_block + 1, found)
             return found[name.span_block:]

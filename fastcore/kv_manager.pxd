@@ -18,6 +18,7 @@ cdef class KVManager:
     cdef readonly GroupTables more            # tables of the groups behind the first; None: there is one
     cdef readonly BlockHasher hasher          # None: prefix caching is off
     cdef readonly BlockTokens block_tokens    # None: partial-block reuse is off
+    cdef int64_t[::1] tail_hashes             # of cached first blocks; None: their tokens are kept
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
     cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
@@ -54,4 +55,5 @@ cdef class KVManager:
     cdef int offer(self, Request request, int32_t at) except -1
     cpdef int hold_back(self, Request request, int32_t until) except -1
     cdef int take_blocks(self, Request request, int32_t num_tokens) except -1
+    cpdef list first_blocks(self, bytes first_tail)
     cdef int ensure_hashes(self, Request request, int32_t count) except -1

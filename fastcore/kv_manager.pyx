@@ -66,8 +66,11 @@ cdef class KVManager:
         if eviction_policy == "cost":
             self.prefix_map.rank_by_cost(block_size, context_cost)
         self.hasher = hasher if enable_prefix_caching else None
+        self.tail_hashes = None  # without this it would be neither None nor anything
         if enable_prefix_caching and enable_partial_block_reuse:
             self.block_tokens = BlockTokens(num_blocks, block_size)
+        elif enable_prefix_caching:
+            self.tail_hashes = memoryview(bytearray(num_blocks * sizeof(int64_t))).cast("q")
 
     cdef bint shares_prompts(self, Request request) noexcept:
         """Whether siblings of a request find what one of them computed: in its tables, or in the prefix map."""
@@ -376,6 +379,8 @@ cdef class KVManager:
             return 0
         if self.block_tokens is not None:
             self.block_tokens.keep(request.blocks[at], request.tokens + <Py_ssize_t> at * self.block_size)
+        elif at == 0:
+            self.tail_hashes[request.blocks[0]] = hash(request.first_tail)
         if request.prewarms:
             self.pool.blocks[request.blocks[at]].flags |= PREWARMED
         if self.prefix_map.journal is not None:
@@ -401,6 +406,29 @@ cdef class KVManager:
             if name.start < most and name.begins_in(request):
                 most = name.start
         return most
+
+    cpdef list first_blocks(self, bytes first_tail):
+        """The cached first blocks of all prefixes with a tail.
+
+        Told by their hashes where the tokens are kept, else by 64 bits of the tail's.
+        """
+        cdef int64_t tail_hash = hash(first_tail)
+        cdef list found = []
+        cdef Hash own
+        cdef int32_t i
+        for i in range(1, self.pool.num_blocks):
+            if self.prefix_map.tree.nodes[i].parent != ROOT:
+                continue
+            if self.block_tokens is None:
+                if self.tail_hashes[i] == tail_hash:
+                    found.append(i)
+                continue
+            self.hasher.hash_block(
+                &self.hasher.root, self.block_tokens.of(i), self.block_size, first_tail, &own
+            )
+            if self.prefix_map.has_hash(i, &own):
+                found.append(i)
+        return found
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
@@ -444,6 +472,8 @@ cdef class KVManager:
     def bytes_per_block(self):
         """Memory that a block takes here: record, hash, slots of the map, links of the tree, token ids."""
         num_bytes = self.pool.num_bytes + self.prefix_map.num_bytes
+        if self.tail_hashes is not None:
+            num_bytes += self.tail_hashes.nbytes
         if self.block_tokens is not None:
             num_bytes += self.block_tokens.num_bytes
         if self.pool.order is not None:

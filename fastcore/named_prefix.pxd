@@ -19,4 +19,5 @@ cdef class NamedPrefix:
     cdef NamedPrefix of_block(Request request, int32_t at, int32_t block_size)
     cdef bint is_in(self, Request request) noexcept
     cdef bint begins_in(self, Request request) noexcept
+    cdef bint agrees(self, Request request, int32_t count) noexcept
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1

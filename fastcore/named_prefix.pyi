@@ -10,7 +10,8 @@ class NamedPrefix:
     """Token ids and salt of a prefix, and the token with which the span begins that is meant.
 
     Args:
-        token_ids: kept, not copied; must not change.
+        token_ids: kept, not copied; must not change. Without any, everything under the salt and the extra
+            keys is meant.
         start: first token of the span; -1 is the last token, so that only what holds the whole name is meant.
 
     Raises:

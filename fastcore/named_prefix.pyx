@@ -4,6 +4,8 @@
            0                 span_block x block_size          num_tokens
                              <-- all that has this block, as far as the name goes, has the span in view -->
 
+A name without tokens means everything under its salt and extra keys.
+
 Immutable. `cache_control` looks it up in the prefix map, `kv_manager` keeps requests that hold a quarantined
 one from publishing it.
 """
@@ -22,8 +24,8 @@ cdef class NamedPrefix:
     ):
         self.tokens, self.num_tokens = token_ids, <int32_t> token_ids.shape[0]
         if start == -1:
-            start = self.num_tokens - 1
-        if not 0 <= start < self.num_tokens or block_size < 1:
+            start = max(self.num_tokens - 1, 0)
+        if not 0 <= start < max(self.num_tokens, 1) or block_size < 1:
             raise ValueError(f"start={start} is not a token of a prefix of {self.num_tokens} tokens")
         self.block_size = block_size
         self.first_tail, self.later_tail = key_tail(extra_keys, cache_salt), key_tail(extra_keys, b"")
@@ -41,18 +43,18 @@ cdef class NamedPrefix:
 
     cdef bint is_in(self, Request request) noexcept:
         """Whether a request has the block of the span, as far as the name goes."""
-        return (
-            request.num_tokens >= self.num_telling and request.first_tail == self.first_tail
-            and request.later_tail == self.later_tail
-            and memcmp(request.tokens, &self.tokens[0], self.num_telling * sizeof(int32_t)) == 0
-        )
+        return self.agrees(request, self.num_telling)
 
     cdef bint begins_in(self, Request request) noexcept:
         """Whether a request has the first token of the span and all before it."""
+        return self.agrees(request, min(self.start + 1, self.num_tokens))
+
+    cdef bint agrees(self, Request request, int32_t count) noexcept:
+        """Whether the first `count` tokens of a request, its salt and its extra keys are those of the name."""
         return (
-            request.num_tokens > self.start and request.first_tail == self.first_tail
+            request.num_tokens >= count and request.first_tail == self.first_tail
             and request.later_tail == self.later_tail
-            and memcmp(request.tokens, &self.tokens[0], (self.start + 1) * sizeof(int32_t)) == 0
+            and (count == 0 or memcmp(request.tokens, &self.tokens[0], count * sizeof(int32_t)) == 0)
         )
 
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1:

@@ -64,12 +64,14 @@ def _body(args: argparse.Namespace) -> dict[str, object]:
     fields = ("prompt", "cache_salt", "start", "require_exact", "ttl_s", "pin_id", "force")
     given = {field: getattr(args, field, None) for field in fields}
     body: dict[str, object] = {field: v for field, v in given.items() if v is not None and v is not False}
-    if getattr(args, "token_ids", None):
+    if getattr(args, "all", False) and not args.cache_salt:
+        raise InvalidConfig("--all needs the tenant: give --cache-salt; reset forgets everything")
+    if getattr(args, "token_ids", None) is not None:
         try:
             body["prompt"] = [int(part) for part in args.token_ids.split(",")]
         except ValueError:
             raise InvalidConfig(f"--token-ids {args.token_ids!r} must be numbers with commas between") from None
-    if getattr(args, "messages", None):
+    if getattr(args, "messages", None) is not None:
         body["messages"] = _read_messages(args.messages)
     return body
 

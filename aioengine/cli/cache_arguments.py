@@ -33,7 +33,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
             "--admin-key", metavar="KEY", help="Admin key of the server; by default AIOENGINE_ADMIN_KEY."
         )
         if name in NAMING:
-            _add_name(operation)
+            _add_name(operation, with_all=name in WITH_START)
         if name in WITH_START:
             operation.add_argument(
                 "--start",
@@ -57,11 +57,13 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
             operation.add_argument("--limit", type=int, default=100, help="Most records (default: 100).")
 
 
-def _add_name(operation: argparse.ArgumentParser) -> None:
+def _add_name(operation: argparse.ArgumentParser, *, with_all: bool) -> None:
     name = operation.add_mutually_exclusive_group(required=True)
     name.add_argument("prompt", nargs="?", metavar="PROMPT", help="The prefix as text.")
     name.add_argument("--token-ids", metavar="IDS", help="The prefix as comma-separated token ids.")
     name.add_argument(
         "--messages", metavar="FILE", help="The prefix as a JSON list of chat messages; - reads standard input."
     )
+    if with_all:
+        name.add_argument("--all", action="store_true", help="All prefixes of the tenant that --cache-salt names.")
     operation.add_argument("--cache-salt", metavar="SALT", help="The tenant whose prefix is meant.")

@@ -79,6 +79,23 @@ async def test_tenants_are_apart_and_quarantined_apart(client: httpx.AsyncClient
     assert [(await complete(client, FIRST, cache_salt="a"))[1] for _ in range(2)] == [0, 80]
 
 
+async def test_a_tenant_leaves_and_answers_stay(client: httpx.AsyncClient) -> None:
+    texts = [(await complete(client, prompt, cache_salt=salt))[0] for salt in ("a", "b") for prompt in (FIRST, SECOND)]
+    assert texts[:2] == texts[2:]
+    reply = await govern(client, "evict", cache_salt="a")
+    assert (reply["status"], reply["cache_salt"], reply["num_tokens"]) == ("exact", "a", 0)
+    assert reply["num_blocks"] >= 7 and reply["num_requests"] == 0
+    assert [await complete(client, prompt, cache_salt="b") for prompt in (FIRST, SECOND)] == [
+        (t, 80) for t in texts[:2]
+    ]
+    assert await complete(client, FIRST, cache_salt="a") == (texts[0], 0)
+    assert (await govern(client, "quarantine", cache_salt="a", require_exact=True))["num_blocks"] >= 5
+    for _ in range(2):
+        assert await complete(client, FIRST, cache_salt="a") == (texts[0], 0)
+    assert (await govern(client, "lift", cache_salt="a"))["status"] == "exact"
+    assert [(await complete(client, FIRST, cache_salt="a"))[1] for _ in range(2)] == [0, 80]
+
+
 async def test_prewarm_pin_lease_and_unpin(client: httpx.AsyncClient) -> None:
     refused = await govern(client, "pin", prompt=FIRST)
     assert refused["status"] == "refused" and "prewarm it first" in refused["reason"]
@@ -129,6 +146,10 @@ async def test_a_forced_reset_at_vllms_address_changes_no_answer(client: httpx.A
         ("evict", {}, "prompt"),
         ("evict", {"prompt": "a", "messages": []}, "prompt"),
         ("evict", {"messages": []}, "messages"),
+        ("evict", {"cache_salt": ""}, "prompt"),
+        ("evict", {"cache_salt": "a", "start": 0}, "start"),
+        ("pin", {"cache_salt": "a"}, "prompt"),
+        ("prewarm", {"cache_salt": "a"}, "prompt"),
         ("evict", {"prompt": "abc", "start": 7}, "start"),
         ("evict", {"prompt": "abc", "start": 2**31}, "start"),
         ("lift", {"prompt": "abc", "start": 10**30}, "start"),
@@ -298,6 +319,10 @@ async def test_every_operation_from_the_command_line(
     assert (await run_cli("unpin", pinned["pin_id"]))[0] == 0
     code, reply = await run_cli("evict", FIRST, "--cache-salt", "t", "--start", "20")
     assert (code, reply["num_pins_broken"], reply["num_blocks"]) == (0, 1, 4)
+    code, reply = await run_cli("evict", "--all", "--cache-salt", "t")
+    assert (code, reply["status"], reply["num_blocks"]) == (0, "exact", 1)
+    assert (await run_cli("quarantine", "--all", "--cache-salt", "t"))[1]["status"] == "exact"
+    assert (await run_cli("lift", "--all", "--cache-salt", "t"))[1]["status"] == "exact"
     assert (await run_cli("prewarm", "--messages", str(messages)))[1]["status"] == "exact"
     assert (await run_cli("quarantine", "--messages", str(messages), "--start", "0"))[1]["num_blocks"] >= 1
     assert (await run_cli("lift", "--messages", str(messages), "--start", "0"))[0] == 0
@@ -315,6 +340,10 @@ async def test_refusals_and_errors_have_exit_codes(
     for argv, code, text in [
         (["evict", "abc", "--start", "9"], EXIT_FAILED, "the server answers 400: start=9 is not a token"),
         (["evict", "--token-ids", "1,x"], EXIT_USAGE, "--token-ids '1,x' must be numbers"),
+        (["evict", "--token-ids", "", "--cache-salt", "t"], EXIT_USAGE, "--token-ids '' must be numbers"),
+        (["evict", "--messages", "", "--cache-salt", "t"], EXIT_USAGE, "--messages  cannot be read"),
+        (["evict", "", "--cache-salt", "t"], EXIT_FAILED, "the server answers 400"),
+        (["evict", "--all"], EXIT_USAGE, "--all needs the tenant: give --cache-salt"),
         (["evict", "--messages", "/nowhere.json"], EXIT_USAGE, "--messages /nowhere.json cannot be read"),
         (["stats", "--admin-key", "wrong"], EXIT_FAILED, "the server answers 403: the admin key is wrong"),
         (["stats", "--url", "http://127.0.0.1:1"], EXIT_FAILED, "cannot be reached"),

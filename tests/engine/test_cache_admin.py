@@ -53,6 +53,32 @@ async def test_tenants_share_nothing_and_are_governed_apart(make_engine: MakeEng
         assert [await cached(engine, FIRST, "a") for _ in range(2)] == [0, 80]
 
 
+async def test_a_tenant_leaves_and_all_others_stay(make_engine: MakeEngine) -> None:
+    long = dataclasses.replace(GREEDY, max_tokens=60)
+    for options in ({}, {"enable_partial_block_reuse": False}):
+        async with make_engine(**options) as engine:
+            expected = (await ask(engine, FIRST, long)).token_ids
+            for salt in ("a", "b"):
+                for prompt in (FIRST, SECOND):
+                    await cached(engine, prompt, salt)
+            await engine.cache.pin(SECOND, cache_salt="a")
+            reading = aiter(await engine.submit(FIRST, long, cache_salt="a"))
+            await anext(reading)
+            reply = await engine.cache.evict(cache_salt="a", require_exact=True)
+            assert (reply.action, reply.status, reply.cache_salt, reply.num_tokens) == ("evict", "exact", "a", 0)
+            assert reply.num_requests == 1 == reply.num_pins_broken and reply.num_blocks >= 7
+            assert reply.num_blocks_in_use >= 5
+            assert [await cached(engine, FIRST, salt) // 16 for salt in ("a", "b", None)] == [0, 5, 5]
+            assert [output async for output in reading][-1].token_ids == expected
+            reply = await engine.cache.quarantine(cache_salt="a")
+            assert reply.status == "exact" and engine.cache.stats().num_quarantined == 1
+            for _ in range(2):
+                assert [await cached(engine, FIRST, salt) // 16 for salt in ("a", "b", None)] == [0, 5, 5]
+            assert (await engine.cache.lift(cache_salt="b")).status == "refused"
+            assert (await engine.cache.lift(cache_salt="a")).status == "exact"
+            assert [await cached(engine, FIRST, "a") // 16 for _ in range(2)] == [0, 5]
+
+
 async def test_a_running_request_goes_on_and_shares_no_more(make_engine: MakeEngine) -> None:
     long = dataclasses.replace(GREEDY, max_tokens=100)
     async with make_engine() as engine:
@@ -190,6 +216,8 @@ async def test_without_prefix_caching_everything_is_refused(make_engine: MakeEng
         for reply in (
             await cache.evict(FIRST),
             await cache.quarantine(FIRST),
+            await cache.evict(cache_salt="a"),
+            await cache.quarantine(cache_salt="a"),
             await cache.pin(FIRST),
             await cache.lease(FIRST, 5),
             await cache.prewarm(FIRST),
@@ -226,6 +254,11 @@ async def test_every_operation_is_on_record(make_engine: MakeEngine, caplog: pyt
         (lambda cache: cache.evict("abc", start=2**40), "start"),
         (lambda cache: cache.evict("a" * 20_000), "prompt"),
         (lambda cache: cache.quarantine("abc", start=True), "start"),
+        (lambda cache: cache.evict(), "prompt"),
+        (lambda cache: cache.quarantine(cache_salt=""), "prompt"),
+        (lambda cache: cache.evict(cache_salt=7), "cache_salt"),
+        (lambda cache: cache.lift(cache_salt="a", start=0), "start"),
+        (lambda cache: cache.evict(cache_salt="a", add_generation_prompt=True), "prompt"),
         (lambda cache: cache.pin("abc", cache_salt=7), "cache_salt"),
         (lambda cache: cache.lease("abc", 0), "ttl_s"),
         (lambda cache: cache.lease("abc", float("nan")), "ttl_s"),

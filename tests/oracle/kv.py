@@ -339,6 +339,11 @@ class NaiveKV:
                 self.pool.forget(block_id)
             table.more_published[g - 1] = min(table.more_published[g - 1], first)
 
+    def first_blocks(self, extra_keys: bytes, cache_salt: bytes) -> list[int]:
+        """Where the cached prefixes under a salt and extra keys begin."""
+        keys = (extra_keys, cache_salt)
+        return [block_id for block_id in self.pool.children[0] if self.pool.key_of[block_id][:2] == keys]
+
     def offer(self, table: NaiveTable, i: int) -> None:
         parent = self.pool.block_of.get(self.key(table, i - 1)) if i else 0
         if parent is not None:

@@ -264,6 +264,40 @@ def test_quarantine_lasts_until_it_is_lifted() -> None:
     assert cache.hits(1, 2, 3, 4, 5, 6) == 3
 
 
+def test_a_salt_alone_names_all_of_its_tenant() -> None:
+    for options in ({}, {"enable_partial_block_reuse": True}):
+        cache = Cache(**options)
+        mine = [(1, 2, 3, 4), (1, 2, 5, 6), (1, 9, 3, 4), (7, 8)]
+        for salt in (b"", b"t", b"other"):
+            for ids in mine:
+                cache.serve(*ids, salt=salt)
+        pins = [cache.control.pin(cache.name(1, 2, 3, 4, salt=salt)) for salt in (b"t", b"other")]
+        running = cache.start(1, 2, 3, 4, 5, 6, salt=b"t")
+        name = cache.name(salt=b"t")
+        assert cache.control.evict(name, require_exact=True) == (True, 7, 3, 1, 1)
+        cache.check()
+        assert [cache.hits(*ids, salt=b"t") for ids in mine] == [0, 0, 0, 0]
+        assert all([cache.hits(*ids, salt=salt) for ids in mine] == [2, 2, 2, 1] for salt in (b"", b"other"))
+        assert pins[1] is not None and list(cache.control.pins) == [pins[1][0]]
+        cache.scheduler.abort(running)
+        cache.check()
+        assert cache.control.evict(name) == (True, 0, 0, 0, 0)
+        assert cache.serve(1, 2, 3, 4, salt=b"t") == 0 and cache.hits(1, 2, 3, 4, salt=b"t") == 2
+
+
+def test_a_salt_in_quarantine_caches_nothing_until_it_is_lifted() -> None:
+    cache = Cache(enable_partial_block_reuse=True)
+    name = cache.name(salt=b"t")
+    assert cache.control.bar(name) and not cache.control.bar(cache.name(salt=b"t"))
+    for _ in range(2):
+        assert cache.serve(1, 2, 3, 4, salt=b"t") == 0 == cache.hits(1, 2, 3, 4, salt=b"t")
+    cache.serve(1, 2, 3, 4, salt=b"u")
+    assert cache.hits(1, 2, 3, 4, salt=b"u") == 2
+    assert not cache.control.lift(cache.name(salt=b"u")) and cache.control.lift(name)
+    cache.serve(1, 2, 3, 4, salt=b"t")
+    assert cache.hits(1, 2, 3, 4, salt=b"t") == 2
+
+
 def test_pinned_blocks_outlive_any_flood_and_leave_room_for_one_request() -> None:
     cache = Cache(num_blocks=20, max_model_len=24)
     assert cache.control.max_pinned_blocks == 19 - 13
@@ -424,3 +458,46 @@ def test_exactly_the_span_and_what_saw_it_goes(
             cache.serve(*p, 1, salt=s)
         assert not any(saw(s, p) for s, p in cached())
         assert all((s, p) in cached() for s, p in prefixes[::7] if not saw(s, p))
+
+
+@settings(deadline=None)
+@given(
+    served=st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=7),
+    quarantine=st.booleans(),
+    keeps_tokens=st.booleans(),
+    max_in_flight=st.sampled_from([1, 2]),
+)
+def test_exactly_what_is_under_a_salt_goes(
+    served: list[tuple[tuple[bytes, Ids], bool]], quarantine: bool, keeps_tokens: bool, max_in_flight: int
+) -> None:
+    """A random tree of prefixes of two tenants, some of them in use and one in flight, of whom one leaves."""
+    cache = Cache(num_blocks=1000, enable_partial_block_reuse=keeps_tokens, max_in_flight=max_in_flight)
+    running = []
+    for (salt, ids), stays in served:
+        if stays:
+            running.append(cache.start(*ids, salt=salt))
+        else:
+            cache.serve(*ids, salt=salt)
+    in_flight = cache.scheduler.schedule()
+    prefixes = [ids for length in (2, 4, 6, 8) for ids in itertools.product((1, 2), repeat=length)]
+
+    def cached(salt: bytes) -> set[Ids]:
+        return {ids for ids in prefixes if cache.hits(*ids, salt=salt) == len(ids) // BLOCK_SIZE}
+
+    kept, num_cached = cached(b""), cache.kv.prefix_map.num_entries
+    num_running = sum(salt == b"t" for (salt, _), stays in served if stays)
+    done = cache.control.evict(cache.name(salt=b"t"), require_exact=True)
+    if quarantine:
+        cache.control.bar(cache.name(salt=b"t"))
+    assert done is not None and done[0] and done[3] == num_running
+    assert done[1] == num_cached - cache.kv.prefix_map.num_entries
+    assert cached(b"t") == set() and cached(b"") == kept
+    if in_flight is not None:
+        cache.scheduler.update(in_flight, np.full(in_flight.num_samples, 9, dtype=np.int32))
+    cache.check()
+    for request in running:
+        cache.scheduler.abort(request)
+        cache.check()
+    assert cached(b"t") == set() and cached(b"") >= kept
+    cache.serve(1, 2, 1, salt=b"t")
+    assert cached(b"t") == (set() if quarantine else {(1, 2)})

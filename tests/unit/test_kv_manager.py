@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aioengine.fastcore.block_hash import key_tail
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 from tests.oracle.kv import NaiveKV, NaiveTable, num_common
@@ -230,7 +231,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule(
         # Few tokens and few keys, so that prefixes are shared often.
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=14),
-        keys=st.sampled_from([(b"", b""), (b"", b""), (b"k", b""), (b"", b"k")]),
+        keys=st.sampled_from([(b"", b""), (b"", b""), (b"k", b""), (b"", b"k"), (b"k", b"k")]),
         skip=st.sampled_from([False, False, False, True]),
         data=st.data(),
     )
@@ -288,6 +289,14 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.release(request)
         self.twin.release(table)
         assert request.block_ids() == []
+
+    @rule(keys=st.sampled_from([(b"", b""), (b"k", b""), (b"", b"k"), (b"k", b"k"), (b"", b"nobody's")]))
+    def forget_a_salt(self, keys: tuple[bytes, bytes]) -> None:
+        first = self.kv.first_blocks(key_tail(*keys)) if self.twin.caching else []
+        assert sorted(first) == sorted(self.twin.first_blocks(*keys))
+        for block_id in first:
+            self.kv.prefix_map.remove_id(block_id)
+            self.twin.pool.forget(block_id)
 
     @rule()
     def reset(self) -> None:
