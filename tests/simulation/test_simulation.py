@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
 from collections.abc import Callable
 
 import pytest
 
 from aioengine.loop import StepLoop
-from tests.simulation import device
+from tests.simulation import device, mutations
 from tests.simulation.__main__ import main
 from tests.simulation.batch import run_batch
-from tests.simulation.mutations import FAULTS, ROOT
+from tests.simulation.faults import FAULTS
+from tests.simulation.mutations import HUNG, MISSED, ROOT, SEEN, verdict
 from tests.simulation.script import (
     OPTIONS,
     Abort,
@@ -136,3 +139,40 @@ def test_every_fault_that_is_put_in_on_purpose_still_finds_its_line() -> None:
     """The run that compiles them takes too long for every day; a line that has changed is seen here."""
     lost = [fault.what for fault in FAULTS if (ROOT / fault.path).read_text(encoding="utf-8").count(fault.right) != 1]
     assert not lost
+
+
+class FakeProcess:
+    """Prints at its end, after so many waits in vain."""
+
+    def __init__(self, num_waits: int, printed: str, returncode: int = 0) -> None:
+        self.num_waits, self.printed, self.returncode = num_waits, printed, returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.num_waits -= 1
+        if self.num_waits >= 0:
+            raise subprocess.TimeoutExpired("seeds", timeout)
+        return self.printed, "Error: what"
+
+
+@pytest.mark.parametrize(
+    ("process", "steps", "kind"),
+    [
+        (FakeProcess(0, "seed 3: a rule"), [], SEEN),
+        (FakeProcess(3, "seed 3: a rule"), [5, 6, 7], SEEN),
+        (FakeProcess(0, "", -11), [], SEEN),
+        (FakeProcess(9, "seed 3: a rule"), [5, 6, 6], HUNG),
+        (FakeProcess(9, "seed 3: a rule"), [0, 0], HUNG),
+        (FakeProcess(0, "None"), [], MISSED),
+        (FakeProcess(0, "", 1), [], MISSED),
+    ],
+)
+def test_a_fault_is_seen_by_a_broken_rule_and_hangs_where_no_step_ends(
+    process: FakeProcess, steps: list[int], kind: str
+) -> None:
+    assert verdict(process, iter(steps).__next__)[0] == kind  # type: ignore[arg-type]
+
+
+def test_a_fault_that_keeps_making_steps_until_its_time_is_over_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutations, "LIMIT_S", -1.0)
+    process = FakeProcess(9, "seed 3: a rule")
+    assert verdict(process, itertools.count().__next__)[0] == MISSED  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +55,15 @@ class Violation(AssertionError):
         self.at = at
 
 
-def run(script: Script) -> Report:
-    """Runs a script to its end.
+def run(script: Script, on_step: Callable[[], object] = lambda: None) -> Report:
+    """Runs a script to its end; `on_step` is called when a step is settled.
 
     Raises:
         Violation: something broke a rule.
     """
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(_World(script).run())
+        return loop.run_until_complete(_World(script, on_step).run())
     except Exception as error:
         raise Violation(error, loop.time()) from error
     finally:
@@ -185,8 +186,8 @@ class _Watched:
 class _World:
     """Everything of one run. Made and used inside its event loop."""
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    def __init__(self, script: Script, on_step: Callable[[], object]) -> None:
+        self.script, self.on_step = script, on_step
         self.report = Report()
         self.texts: dict[str, list[int]] = {}
         """Prompt and answer by name, for those that follow."""
@@ -251,6 +252,7 @@ class _World:
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
         self.report.num_steps += 1
+        self.on_step()
         self.report.digest = zlib.crc32(result.token_ids.tobytes(), self.report.digest * 31 + plan.num_tokens)
         self.live.settle(plan, result)
         self.device.settled_step = plan.step_id

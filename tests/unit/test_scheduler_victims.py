@@ -26,6 +26,28 @@ def test_a_request_that_preempts_gets_its_victims_tokens(threshold: int, num_tok
     settle(scheduler, plan)
 
 
+def test_a_request_that_preempts_comes_before_those_behind_it_as_if_its_victim_had_never_been_there() -> None:
+    scheduler = make_scheduler(
+        num_blocks=5, policy="priority", max_num_batched_tokens=24, max_num_scheduled_tokens=7,
+        long_prefill_token_threshold=1, adaptive_long_prefill_threshold=True,
+    )  # fmt: skip
+    low, crowd = make_request("low", 5, priority=9), [make_request(str(i), start=900) for i in range(9)]
+    for request in crowd:
+        scheduler.add(request, ready=False)
+    scheduler.add(low)
+    settle(scheduler, scheduler.schedule())
+    for request in (make_request("high", 14, start=300), make_request("behind", 1, start=600)):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"low": 2, "high": 2, "behind": 1}  # a twelfth of 24 each
+    settle(scheduler, plan)
+    for request in crowd:
+        scheduler.abort(request)
+    plan = scheduler.schedule()  # a third of 24 each, and 7 in all; high lacks a block for what low leaves of them
+    assert low.status == "preempted" and scheduled(plan) == {"high": 7}
+    settle(scheduler, plan)
+
+
 def urgent_over_two() -> Scheduler:
     """Two prompts have both rows and the whole budget, and an urgent request comes."""
     scheduler = make_scheduler(
@@ -72,3 +94,27 @@ def test_time_that_a_victim_leaves_is_spent_on_free_blocks_and_on_no_other_victi
     # block more, for three. One of other's would do for the fifth, but high was content with one token a moment ago.
     assert run_step(scheduler) == {"high": 4, "other": 1}
     assert low.status == "preempted" and other.num_preemptions == 0
+
+
+def test_a_prompt_ahead_gets_the_token_that_was_kept_for_a_decode_which_became_a_victim() -> None:
+    scheduler = paced(
+        target_itl_s=1e5, num_blocks=11, max_num_batched_tokens=24, max_num_scheduled_tokens=8,
+        long_prefill_token_threshold=1, adaptive_long_prefill_threshold=True,
+    )  # fmt: skip
+    held, last = make_request("held"), make_request("last", 1, start=900, max_tokens=30)
+    scheduler.add(held, ready=False)
+    for request in (make_request("long", 36), make_request("first", 1, start=600, max_tokens=30), last):
+        scheduler.add(request)
+    assert run_step(scheduler) == {"long": 6, "first": 1, "last": 1}  # a fourth of 24 at most
+    scheduler.abort(held)
+    assert [run_step(scheduler) for _ in range(3)] == [{"long": 6, "first": 1, "last": 1}] * 3  # a third; two are kept
+    assert run_step(scheduler) == {"long": 7, "first": 1}  # first needs a second block
+    assert last.status == "preempted"
+
+
+def test_an_urgent_prompt_has_the_step_to_itself_once_nobody_decodes_any_more() -> None:
+    scheduler = paced(target_itl_s=0.001, max_num_seqs=1, policy="priority")
+    scheduler.add(make_request("low", 4, priority=9))
+    assert [run_step(scheduler) for _ in range(2)] == [{"low": 4}, {"low": 1}]
+    scheduler.add(make_request("urgent", 40, start=300))
+    assert run_step(scheduler) == {"urgent": 40}
