@@ -57,6 +57,7 @@ async def govern(client: httpx.AsyncClient, operation: str, **fields: object) ->
 
 
 async def test_a_span_is_evicted_and_answers_stay(client: httpx.AsyncClient) -> None:
+    """Q3: over HTTP."""
     texts = [(await complete(client, prompt))[0] for prompt in (FIRST, SECOND)]
     reply = await govern(client, "evict", prompt=FIRST, start=len(SYSTEM))
     assert (reply["action"], reply["status"]) == ("evict", "exact") and reply["num_blocks"] >= 2
@@ -66,6 +67,7 @@ async def test_a_span_is_evicted_and_answers_stay(client: httpx.AsyncClient) -> 
 
 
 async def test_tenants_are_apart_and_quarantined_apart(client: httpx.AsyncClient) -> None:
+    """B17, N8, Q4: two tenants over HTTP, and the record of what was done."""
     text, cached = await complete(client, FIRST, cache_salt="a")
     assert cached == 0 and await complete(client, FIRST, cache_salt="b") == (text, 0)
     reply = await govern(client, "quarantine", prompt=FIRST, start=0, cache_salt="a", require_exact=True)

@@ -53,6 +53,7 @@ async def test_alone(smollm2_path: Path, references: References) -> None:
 
 
 async def test_from_the_prefix_cache(smollm2_path: Path, references: References) -> None:
+    """INV-19: on a real model."""
     async with make_engine(smollm2_path) as engine:
         cold = await answer_together(engine, PROMPTS, with_fillers=False)
         warm = await answer_together(engine, PROMPTS, with_fillers=False)
@@ -77,6 +78,7 @@ async def test_prompts_cut_into_chunks_of_sixteen(smollm2_path: Path, references
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_preempted_for_lack_of_blocks(smollm2_path: Path, references: References, async_scheduling: bool) -> None:
+    """INV-32: on a real model."""
     async with make_engine(smollm2_path, num_gpu_blocks_override=64, async_scheduling=async_scheduling) as engine:
         answers = await answer_together(engine, PROMPTS)
         assert engine.stats().num_preemptions > 0

@@ -53,6 +53,7 @@ def test_the_core_is_measured_beside_plain_python(tmp_path: Path, capfd: pytest.
 
 
 def test_a_trace_is_replayed_under_both_policies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Q2: at fixed budgets, from the command line, with a plot."""
     report, picture = tmp_path / "report.json", tmp_path / "report.png"
     line = f"replay flood --num-requests 150 --budgets 0.1 1 --concurrency 2 --plot {picture} --json {report}"
     assert main(["bench", *line.split()]) == 0

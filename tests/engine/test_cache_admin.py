@@ -25,6 +25,7 @@ async def cached(engine: AsyncEngine, prompt: str, salt: str | None = None) -> i
 
 
 async def test_a_span_goes_and_all_else_stays_with_equal_answers(make_engine: MakeEngine) -> None:
+    """Q3: through the library."""
     async with make_engine() as engine:
         answers = [(await ask(engine, prompt)).token_ids for prompt in (FIRST, SECOND)]
         full = [len(prompt) - 1 for prompt in (FIRST, SECOND)]  # hits are as fine as tokens
@@ -39,6 +40,7 @@ async def test_a_span_goes_and_all_else_stays_with_equal_answers(make_engine: Ma
 
 
 async def test_tenants_share_nothing_and_are_governed_apart(make_engine: MakeEngine) -> None:
+    """Q4, B17: a quarantine is one tenant's."""
     async with make_engine() as engine:
         assert [await cached(engine, FIRST, salt) for salt in ("a", "b", None)] == [0, 0, 0]
         reply = await engine.cache.quarantine(FIRST, cache_salt="a", start=0)
@@ -168,6 +170,7 @@ async def test_a_timer_ends_a_lease(make_engine: MakeEngine) -> None:
 
 
 async def test_a_prewarmed_prefix_is_hit_by_the_first_request(make_engine: MakeEngine) -> None:
+    """Q6: as if somebody had sent it before."""
     async with make_engine() as engine:
         expected = (await ask(engine, FIRST, SHORT)).token_ids
         await engine.cache.reset()
@@ -192,6 +195,7 @@ async def test_chat_messages_name_what_a_conversation_goes_on_from(make_engine: 
 
 
 async def test_a_name_inside_a_block_is_exact_unless_tokens_are_not_kept(make_engine: MakeEngine) -> None:
+    """Q5: exact, degraded with the reason, or refused."""
     prompts = [SYSTEM + end for end in ("one, and on to the next block", "two, and on to the next block")]
     async with make_engine() as engine:
         for prompt in prompts:
@@ -211,6 +215,7 @@ async def test_a_name_inside_a_block_is_exact_unless_tokens_are_not_kept(make_en
 
 
 async def test_without_prefix_caching_everything_is_refused(make_engine: MakeEngine) -> None:
+    """Q5: with the reason."""
     async with make_engine(enable_prefix_caching=False) as engine:
         cache = engine.cache
         for reply in (
@@ -228,6 +233,7 @@ async def test_without_prefix_caching_everything_is_refused(make_engine: MakeEng
 
 
 async def test_every_operation_is_on_record(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """Q4: refused ones too."""
     caplog.set_level(logging.INFO, "aioengine.cache_admin")
     async with make_engine() as engine:
         await engine.cache.prewarm(FIRST)

@@ -93,6 +93,7 @@ class Served:
 async def test_tokens_are_the_same_under_every_delay(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, depth: int, delay: int, poll_us: int
 ) -> None:
+    """INV-45: no buffer is written again before its copy is done."""
     gpu = LateGpu(monkeypatch, num_blocks, BLOCK_SIZE, delay=delay)
     served = Served(gpu, num_blocks, depth, poll_us=poll_us)
     shared = [7] * 9

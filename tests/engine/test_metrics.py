@@ -64,6 +64,23 @@ async def test_counters_add_up(make_engine: MakeEngine) -> None:
         assert found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
 
 
+async def test_there_is_no_ratio_of_hits_and_nothing_that_was_not_measured(make_engine: MakeEngine) -> None:
+    """N3: an all-time ratio drifts to 1 under repeats, and an absent value is no 0."""
+    async with make_engine() as engine:
+        idle = samples(engine)
+        assert "event_loop_lag_p99_seconds" not in idle and engine.stats().loop_lag_p99_s is None
+        for _ in range(2):
+            await ask(engine, "p" * 40)
+        found = samples(engine)
+    assert found["prefix_cache_hits_total"] > 0 and found["prefix_cache_queries_total"] == 80
+    cache = {"queries_total", "hits_total", "blocks", "evicted_blocks_total"}
+    for values in (idle, found):
+        assert {name for name in values if name.startswith("prefix_cache")} == {
+            f"prefix_cache_{name}" for name in cache
+        }
+        assert not [name for name in values if {"ratio", "rate"} & set(name.split("_")) or name.startswith("step_cost")]
+
+
 async def test_preemptions_are_counted(make_engine: MakeEngine) -> None:
     async with make_engine(num_gpu_blocks_override=14) as engine:
         await ask_all(engine, [f"{n} crowd" for n in range(12)], dataclasses.replace(GREEDY, max_tokens=80))

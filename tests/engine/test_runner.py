@@ -139,6 +139,7 @@ async def test_a_step_launched_ahead_takes_the_token_from_the_row(
 async def test_a_row_that_is_left_and_taken_again_starts_clean(
     runner: CpuRunner, planner: Planner, checkpoint: Family
 ) -> None:
+    """INV-37, INV-40: nothing of the request before it is left in the row."""
     first = planner.request(random_prompt(9, seed=1), SamplingParams(temperature=0.0, frequency_penalty=2.0))
     second = planner.request(random_prompt(9, seed=2))
     await generate(runner, planner, first, 6)

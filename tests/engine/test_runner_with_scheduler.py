@@ -115,6 +115,7 @@ async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTra
 async def test_scheduling_does_not_change_what_is_sampled(
     checkpoint: tuple[PreTrainedModel, Path], options: dict[str, int], depth: int
 ) -> None:
+    """INV-19, INV-32, INV-40: seeds and settings go with their request, however rows are shared."""
     expected, _ = await run_all(checkpoint[1], MIXED, prefix_caching=False)
     outputs, scheduler = await run_all(checkpoint[1], MIXED, depth=depth, **options)
     assert outputs == expected

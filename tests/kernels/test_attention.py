@@ -153,6 +153,7 @@ def test_soft_cap_and_sinks(attend, lens, dtype, device):
 @pytest.mark.parametrize("lens", [MIXED, DECODES, []], ids=["mixed", "decodes", "empty"])
 @pytest.mark.parametrize(("padding_tokens", "padding_rows"), [(0, 3), (40, 0), (5, 9)])
 def test_padding_gives_zeros_and_changes_nothing(attend, lens, padding_tokens, padding_rows, dtype, device):
+    """INV-42: real rows are those of an exact batch."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": device, "seed": 4}
     if not lens and not padding_rows:
         padding_rows = 1

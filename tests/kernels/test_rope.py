@@ -39,6 +39,7 @@ def normed(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> torch.Tensor:
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_q_is_rotated_and_exactly_the_mapped_slots_are_written(rope_and_cache, shape, with_norm, dtype, device):
+    """INV-42: padding has slot -1 and writes nothing."""
     num_heads, num_kv_heads, head_dim, rotary_dim = shape
     torch.manual_seed(5)
     positions = torch.tensor([0, 7, 31, 2, 0], dtype=torch.int32, device=device)

@@ -145,7 +145,10 @@ DECODES = [
 @pytest.mark.parametrize("scales", [[1], [1, 2, 1]], ids=["one group", "three groups"])
 @pytest.mark.parametrize("padding", [(0, 0, 0), (1, 1, 1), (50, 5, 7)])
 def test_steps_in_sequence_equal_the_model(unpack, padding, scales, device):
-    """E11, E12, M11, A18: tokens from host and device mixed in any order; block tables persist by group and row."""
+    """E11, E12, M11, A18: tokens from host and device mixed in any order; block tables persist by group and row.
+
+    INV-41, INV-42: every position is written, and padding is null.
+    """
     num_groups = len(scales)
     table = torch.full((num_groups * MAX_ROWS, MAX_BLOCKS), 77, dtype=torch.int32, device=device)  # stale ids
     model_tables = table.view(num_groups, MAX_ROWS, MAX_BLOCKS).tolist()

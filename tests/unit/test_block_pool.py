@@ -68,7 +68,11 @@ DIGESTS = [
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Pool and prefix map against lists and dicts, under any order of operations (INV-21 to INV-24)."""
+    """Pool and prefix map against lists and dicts, under any order of operations (INV-21 to INV-24).
+
+    Under the policy cost the twin works the values out anew for every victim (Q1, INV-69); prewarmed blocks go first
+    under both (Q6).
+    """
 
     @initialize(
         num_blocks=st.integers(2, 24),

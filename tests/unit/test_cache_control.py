@@ -67,6 +67,7 @@ class Cache:
 
 
 def test_a_middle_node_goes_with_its_subtree_and_nothing_else() -> None:
+    """Q3: other prefixes and other tenants keep theirs."""
     cache = Cache()
     for tail in ((3, 4, 5, 6), (3, 4, 7, 8), (5, 6), (3, 9)):
         cache.serve(1, 2, *tail)
@@ -238,6 +239,7 @@ def test_a_name_that_ends_inside_a_block_is_exact_where_tokens_are_kept() -> Non
 
 
 def test_a_name_that_ends_inside_a_block_is_degraded_or_refused_where_they_are_not() -> None:
+    """Q5: more goes than was named, or nothing if that must not be."""
     cache = Cache()
     for last in (3, 4):
         cache.serve(1, 2, last, 5)
@@ -250,6 +252,7 @@ def test_a_name_that_ends_inside_a_block_is_degraded_or_refused_where_they_are_n
 
 
 def test_quarantine_lasts_until_it_is_lifted() -> None:
+    """Q4: however often the span is sent, and for one tenant only."""
     cache = Cache()
     cache.serve(1, 2, 3, 4, 5, 6)
     name = cache.name(1, 2, 3, 4, 5, start=2)
@@ -360,6 +363,7 @@ def test_a_forced_reset_changes_no_answer() -> None:
 
 
 def test_prewarmed_blocks_go_first_until_somebody_hits_them() -> None:
+    """Q6: what was used once outlives them."""
     cache = Cache(num_blocks=14)
     for ids in ((1, 2, 3, 4), (5, 6, 7, 8)):
         cache.scheduler.add(Request("w", ids, max_tokens=0, prewarms=True))
@@ -407,7 +411,7 @@ def test_exactly_the_span_and_what_saw_it_goes(
     quarantine: bool,
     keeps_tokens: bool,
 ) -> None:
-    """A random tree of prefixes, some of them in use, against what the names themselves say."""
+    """Q3, Q4: a random tree of prefixes, some of them in use, against what the names themselves say."""
     cache = Cache(num_blocks=1000, enable_partial_block_reuse=keeps_tokens)
     running = []
     for (salt, ids), stays in served:

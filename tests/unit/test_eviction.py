@@ -40,6 +40,7 @@ def cached(kv: KVManager, *ids: int) -> int:
 
 
 def test_a_prefix_asked_for_again_outlives_a_flood_of_new_ones() -> None:
+    """Q1: hits are what LRU does not count."""
     survivors = {}
     for policy in ("lru", "cost"):
         kv = make(policy)
@@ -84,6 +85,7 @@ def test_a_hot_prefix_that_nobody_asks_for_any_more_goes_in_the_end() -> None:
 
 
 def test_a_block_with_much_before_it_outlives_a_first_block() -> None:
+    """Q1: it costs more to compute again."""
     kv = make("cost", num_blocks=6, context_cost=1.0)
     serve(kv, 1, 2, 3, 4, 5, 6)
     serve(kv, 8, 9)
@@ -102,6 +104,7 @@ def test_leaves_go_before_their_parents_however_often_they_were_hit() -> None:
 
 
 def test_owned_blocks_are_never_chosen() -> None:
+    """Q1, INV-69: whatever they are worth."""
     kv = make("cost", num_blocks=6)
     held = Request("held", [1, 2, 3, 4], max_tokens=1)
     assert kv.admit(held, 0, 4)

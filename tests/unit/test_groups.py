@@ -189,6 +189,7 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
 
 
 def test_a_coarse_group_is_hit_in_whole_blocks() -> None:
+    """B10, INV-15: a coarse block goes by the hash of the last fine one in it."""
     kv = KVManager(60, 2, kv_groups=(FULL, ("sliding", 5, 4)))
     first = prompt("a", list(range(23)))
     assert kv.admit(first, kv.match(first), 23)
@@ -202,6 +203,7 @@ def test_a_coarse_group_is_hit_in_whole_blocks() -> None:
 
 
 def test_what_leaves_the_first_group_leaves_all() -> None:
+    """B8, INV-15: each group has a block of its own under one hash."""
     kv = KVManager(60, 2, kv_groups=(FULL, ("sliding", 100, 1), ("chunked", 100, 2)))
     first = prompt("a", list(range(12)))
     assert kv.admit(first, kv.match(first), 12)

@@ -87,7 +87,7 @@ def path_of(index: Index, block_hash: bytes) -> list[int]:
 @pytest.mark.parametrize("hash_algo", ["xxh3_128", "sha256"])
 @pytest.mark.parametrize("seed", range(8))
 def test_replaying_all_events_gives_the_index(seed: int, policy: str, hash_algo: str) -> None:
-    """Any mixture of requests, aborts, evictions, resets; the batches go over the wire and back."""
+    """N4: any mixture of requests, aborts, evictions, resets; the batches go over the wire and back."""
     rng = random.Random(seed)
     scheduler, events = make(
         eviction_policy=policy, hash_algo=hash_algo, enable_partial_block_reuse=bool(seed % 2), max_in_flight=2

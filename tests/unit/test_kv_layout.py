@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.config import EngineConfig, resolve
-from aioengine.device import CpuDevice
+from aioengine.device import CpuDevice, layer_caches
 from aioengine.fastcore.groups import KVGroups
 from aioengine.kv_layout import MAX_GROUPS, KVLayout, layout_of, make_layout
 from aioengine.kv_spec import (
@@ -128,6 +129,25 @@ def test_layers_with_smaller_pages_get_more_tokens_in_a_block() -> None:
     caches = CpuDevice(resolved).allocate_kv_cache(layout, 10)
     assert [cache.shape for cache in caches] == [torch.Size((10, *layout.page_shape(layer))) for layer in range(4)]
     assert len({cache.data_ptr() for cache in caches}) == 2 and caches[0].data_ptr() == caches[1].data_ptr()
+
+
+def test_a_layer_s_view_names_the_bytes_that_the_layout_gives_it() -> None:
+    """A21: tensor, block, KV head, token, value: each outside of all behind it, in pages without a gap.
+
+    Kernels read blocks of the pool's size, so there is no smaller one whose pages would have to be dense.
+    """
+    narrow = SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 1, "head_dim": 32}, window=256)
+    layout = make_layout([FULL, narrow, FULL, narrow, narrow], max_model_len=4096, max_step_tokens=64)
+    page, num_blocks = PAGE // 4, 5
+    pool = torch.arange(layout.num_tensors * num_blocks * page, dtype=torch.float64).view(layout.num_tensors, -1)
+    views = layer_caches([tensor.view(num_blocks, page) for tensor in pool], layout)
+    for layer, view in enumerate(views):
+        num_heads, block_size, width = layout.page_shape(layer)
+        for at in itertools.product((0, 3, 4), (0, num_heads - 1), (0, 7, block_size - 1), (0, width - 1)):
+            block, head, token, value = at
+            offset = block * page + (head * block_size + token) * width + value
+            assert view[at] == layout.tensor_of_layer[layer] * num_blocks * page + offset, (layer, at)
+        assert view.is_contiguous() and view.data_ptr() == pool[layout.tensor_of_layer[layer]].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_hit_leaves_at_least_one_token() -> None:
 
 
 def test_lookup_ends_at_the_first_gap() -> None:
+    """INV-17: blocks behind a gap do not count, though they are there."""
     kv = KVManager(5, 2)
     request = prompt(*range(8))
     compute(kv, request)
@@ -68,6 +69,7 @@ def test_publication_waits_for_the_computed_position() -> None:
 
 
 def test_own_hits_are_neither_victims_nor_counted_as_free() -> None:
+    """INV-18: hits are taken before new blocks are."""
     kv = KVManager(4, 2)
     first = prompt(*range(6))
     compute(kv, first)
@@ -86,6 +88,7 @@ def test_own_hits_are_neither_victims_nor_counted_as_free() -> None:
 
 
 def test_victim_leaves_the_index_before_it_is_reused() -> None:
+    """INV-22: nobody finds a block under what it held before."""
     kv = KVManager(3, 2)
     first = prompt(0, 1, 2, 3)
     compute(kv, first)
@@ -99,6 +102,7 @@ def test_victim_leaves_the_index_before_it_is_reused() -> None:
 
 
 def test_golden_eviction_order_of_two_interleaved_requests() -> None:
+    """INV-23: no content first, then the deepest blocks."""
     kv = KVManager(9, 2)
     a, b = prompt(0, 1, 2, 3, 4), prompt(10, 11, 12, 13, 14)
     kv.extend(a, 2)  # 1
@@ -115,6 +119,7 @@ def test_golden_eviction_order_of_two_interleaved_requests() -> None:
 
 
 def test_duplicate_takes_the_place_of_its_evicted_twin() -> None:
+    """B9: the index has one block of two, and the other in its place later."""
     kv = KVManager(4, 2)
     first, twin = prompt(0, 1), prompt(0, 1)
     for request in (first, twin):
@@ -166,6 +171,7 @@ def test_use_of_a_duplicate_is_use_of_its_twin() -> None:
 
 
 def test_stepwise_hashes_equal_hashes_at_once() -> None:
+    """INV-12: however the tokens arrive."""
     kv = KVManager(20, 4)
     ids = list(range(100, 130))
     request = Request("r", ids, max_tokens=1, extra_keys=b"x", cache_salt=b"y")
@@ -177,6 +183,7 @@ def test_stepwise_hashes_equal_hashes_at_once() -> None:
 
 
 def test_nothing_is_hashed_or_found_with_caching_off() -> None:
+    """INV-17: a lookup is empty where nothing is cached."""
     kv = KVManager(10, 2, enable_prefix_caching=False)
     request = prompt(0, 1, 2, 3)
     assert compute(kv, request) == 0
@@ -195,7 +202,10 @@ def test_reset_is_refused_while_blocks_are_owned() -> None:
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Several requests over a small pool; every table, count and free list equals the twin's."""
+    """Several requests over a small pool; every table, count and free list equals the twin's.
+
+    B19: the hits are those of a search through all that is cached.
+    """
 
     @initialize(
         num_blocks=st.integers(2, 14),

@@ -43,10 +43,12 @@ STATES = {"block_size": 16, "state_shapes": ((8, 16), (4,)), "itemsizes": (4, 2)
     ],
 )
 def test_page_sizes(spec: KVSpec, page_bytes: int) -> None:
+    """A19: of every kind."""
     assert spec.page_bytes == page_bytes
 
 
 def test_a_spec_cannot_be_changed() -> None:
+    """A19: nor made with a field that it has not."""
     spec = FullAttentionSpec(**SHAPE)
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.num_kv_heads = 8  # type: ignore[misc]
@@ -81,6 +83,7 @@ class Unheard(KVSpec):
 
 
 def test_a_subclass_has_its_parent_s_rules_until_it_gets_its_own() -> None:
+    """A22: the nearest class in the order of inheritance decides."""
     spec = NearlyFull(**SHAPE)
     assert BUILTIN_SPECS.rules_of(spec) is BUILTIN_SPECS.rules_of(FullAttentionSpec(**SHAPE))
     mine = KeepAll()
@@ -89,12 +92,14 @@ def test_a_subclass_has_its_parent_s_rules_until_it_gets_its_own() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_its_layer() -> None:
+    """A22: at start, before anything is sized by it."""
     specs = (FullAttentionSpec(**SHAPE), Unheard(block_size=16))
     with pytest.raises(ValueError, match="layer 1: Unheard is no kind of KV cache that is known; known are Chunked"):
         group_layers(specs)
 
 
 def test_checks_hold_without_asserts_too() -> None:
+    """A22: under -O as well."""
     code = (
         "from aioengine.kv_spec import *\n"
         "class Unheard(KVSpec): pass\n"

@@ -94,6 +94,7 @@ def test_only_so_many_of_the_newest_candidates_are_compared() -> None:
 def test_nothing_is_found_across_tenants(
     one: dict[str, bytes], other: dict[str, bytes], num_hits: int, algo: str
 ) -> None:
+    """INV-13, B17: equal tokens are not enough to be copied."""
     kv = make_kv(14, hash_algo=algo)
     shared = list(range(4 * num_hits))
     cached(kv, *shared, 100, 101, 102, 103, **one)
@@ -113,6 +114,7 @@ def test_first_blocks_of_many_tenants_are_told_apart() -> None:
 
 
 def test_source_is_no_victim_of_its_own_admission() -> None:
+    """INV-18: what is to be copied is held as a hit is."""
     kv = make_kv(4)
     first, second = cached(kv, 1, 2, 3, 4, 5, 6, 7, 8)
     request = prompt(1, 2, 3, 4, 5, 6, 9, 9)
@@ -215,6 +217,7 @@ def test_request_that_needs_the_whole_pool_still_runs() -> None:
 @delays
 @pytest.mark.parametrize("num_blocks", [8, 30])
 def test_outputs_are_those_without_it(num_blocks: int, delay: int) -> None:
+    """INV-19, B19: hits of any length change no answer."""
     outputs = []
     for enabled in (True, False):
         world = World({**SMALL, "num_blocks": num_blocks, "enable_partial_block_reuse": enabled}, delay)

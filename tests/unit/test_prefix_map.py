@@ -25,6 +25,7 @@ tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 def test_an_edit_changes_its_block_and_all_later_ones_only(
     algo: str, ids: list[int], block_size: int, data: st.DataObject
 ) -> None:
+    """INV-11: what comes before the edit keeps its hashes."""
     hasher = BlockHasher(algo, b"seed")  # type: ignore[arg-type]
     at = data.draw(st.integers(0, len(ids) - 1))
     edited = [*ids[:at], (ids[at] + 1) % 2**31, *ids[at + 1 :]]
@@ -36,6 +37,7 @@ def test_an_edit_changes_its_block_and_all_later_ones_only(
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_other_keys_or_salt_share_no_block(algo: str) -> None:
+    """INV-13, B17: whatever the text, adapters and tenants never meet."""
     hasher = BlockHasher(algo)  # type: ignore[arg-type]
     ids = list(range(12))
     # The pairs (ab, c) and (a, bc) must differ as well, so the lengths take part.
@@ -75,6 +77,36 @@ def test_processes_agree_with_sha256_and_differ_with_xxh3() -> None:
     assert shared == shared_again and random_a != random_b
 
 
+# Of 1000 .. 1011 in blocks of 4, with the extra keys "adapter" and the salt "tenant", and without both.
+GOLDEN = {
+    "sha256": [
+        "b1c01c667a8917a6b8aafdd4b3d8c491e9576c479fd032a6cdae8eb730056bd2",
+        "e9d904226103d89f2e2ea0c772cdaa7af1e761e6e34879876528fabc0719c333",
+        "080c255b4b675423c4b8cbc82e86c781e460525448f9ca64bf39c95219d16345",
+        "bca7dc31fce126b31bc0399c92f77e1b85a54a1f0d21f1b467d3b90d42e9fea0",
+        "4df552c38199338c0199725e9ab3b6f45d5318cf27a633582732b6fa67402907",
+        "4ec031409439e5607244a77e33c0d2af3bb3ac8eeaa3c3dc41e88c3db875c203",
+    ],
+    "xxh3_128": [
+        "73931d5e3f02935748d10c6b282b026e",
+        "4b71a00a81aff6ef4c4082094c6624cb",
+        "6e0edafb9a22b9952b7f685cb4f78708",
+        "431748707e992c67119155843fd5a203",
+        "3c43d0173abe821809dc7aa94b134bf4",
+        "cc325e58947b7d2aedb62f2fa9d0630e",
+    ],
+}
+
+
+@pytest.mark.parametrize(("algo", "seed"), [("sha256", None), ("xxh3_128", b"seed")])
+def test_digests_are_those_of_every_version_and_machine(algo: str, seed: bytes | None) -> None:
+    """B5: who shares a cache or reads its events finds the same names after an upgrade; other bytes, another root."""
+    hasher = BlockHasher(algo, seed)  # type: ignore[arg-type]
+    ids = list(range(1000, 1012))
+    digests = [*hasher.chain(ids, 4, b"adapter", b"tenant"), *hasher.chain(ids, 4)]
+    assert [digest.hex() for digest in digests] == GOLDEN[algo]
+
+
 @given(ids=tokens, block_size=st.sampled_from([1, 2, 16, 40]), keys=st.binary(max_size=300))
 def test_the_compiled_hash_is_the_one_of_the_module_xxhash(ids: list[int], block_size: int, keys: bytes) -> None:
     ids = ids * 3
@@ -104,6 +136,7 @@ def test_there_are_two_buckets_per_block() -> None:
 
 
 def test_second_block_with_an_equal_hash_stays_out() -> None:
+    """B9: a hash stands for one block."""
     index = PrefixMap(BlockPool(8))
     assert index.insert_bytes(3, digest(1)) and not index.insert_bytes(4, digest(1))
     assert index.find_bytes(digest(1)) == 3 and index.num_entries == 1
@@ -143,6 +176,7 @@ def test_any_block_of_a_bucket_can_leave_it() -> None:
 
 
 def test_a_path_ends_at_its_first_gap() -> None:
+    """INV-17: what lies behind the gap is no hit."""
     hashes = [digest(home) for home in range(1, 101)]
     for gap in (0, 1, 7, 8, 15, 16, 17, 99, 100):
         index = PrefixMap(BlockPool(200))

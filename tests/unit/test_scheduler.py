@@ -170,6 +170,7 @@ def test_a_block_that_is_full_with_a_token_in_flight_waits_until_it_is_known() -
 
 
 def test_hit_leaves_one_token_to_compute() -> None:
+    """INV-16: there would be no logits without it."""
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 8, max_tokens=1))
     run_to_end(scheduler)
@@ -190,6 +191,7 @@ def test_hit_leaves_one_token_to_compute() -> None:
     ],
 )
 def test_no_hit_for_requests_that_must_not_share(options: dict[str, object]) -> None:
+    """INV-17, B17: who opts out or is another tenant finds nothing."""
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 9, max_tokens=1))
     run_to_end(scheduler)
@@ -211,6 +213,7 @@ def test_abort_in_the_same_tick_returns_everything() -> None:
 
 
 def test_abort_with_a_step_in_flight_keeps_blocks_and_row_until_its_update() -> None:
+    """C21: the step may still write them."""
     scheduler = make_scheduler(max_num_seqs=1)
     request = make_request("a")
     scheduler.add(request)
@@ -332,6 +335,7 @@ def test_limits_that_cannot_work_are_refused(options: dict[str, object], message
 
 
 def test_fcfs_preempts_the_newest_and_admits_nobody_in_that_step() -> None:
+    """INV-30, INV-32: the victim keeps its tokens and waits in front."""
     scheduler = make_scheduler(num_blocks=7)
     starts = {"a": 100, "b": 200, "c": 300}
     requests = [make_request(name, 7, start=start, max_tokens=9) for name, start in starts.items()]
@@ -372,6 +376,7 @@ def test_priority_preempts_the_least_important_though_it_was_scheduled() -> None
 
 
 def test_victim_gives_its_tokens_back_to_those_behind_it() -> None:
+    """C17: the step spends its whole budget all the same."""
     scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=4, policy="priority", block_size=2)
     low = make_request("low", 2, start=100, priority=9, max_tokens=30)
     high = make_request("high", 2, start=200, priority=0, max_tokens=30)
@@ -419,6 +424,7 @@ def test_waiting_order_survives_aborts_from_the_middle(policy: str) -> None:
 
 
 def test_held_request_blocks_nobody_and_keeps_its_place() -> None:
+    """C23: others start meanwhile, and its turn is where it was."""
     scheduler = make_scheduler(max_num_seqs=2)
     held = make_request("held")
     scheduler.add(held, ready=False)
@@ -444,6 +450,7 @@ def test_only_held_requests_are_no_work() -> None:
 
 
 def test_same_id_aborted_and_sent_again_is_two_requests() -> None:
+    """INV-37: the old one leaves before the new one enters."""
     scheduler = make_scheduler()
     old = make_request("a", 6)
     scheduler.add(old)
@@ -459,6 +466,7 @@ def test_same_id_aborted_and_sent_again_is_two_requests() -> None:
 
 
 def test_blocks_about_to_come_back_spare_a_victim() -> None:
+    """C21: they come back with the step that may write them."""
     scheduler = make_scheduler(num_blocks=5, max_in_flight=2, max_model_len=16)
     leaving, staying = make_request("a", 7), make_request("b", 7, start=200)
     scheduler.add(leaving)

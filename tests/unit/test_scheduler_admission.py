@@ -165,6 +165,7 @@ def test_cached_blocks_count_for_the_full_sequence() -> None:
 
 
 def test_watermark_holds_back_newcomers_only_while_somebody_runs() -> None:
+    """A15: whoever is alone starts, and whoever runs goes on."""
     scheduler = make_scheduler(num_blocks=21, watermark=0.5)
     scheduler.add(make_request("big", 70, max_tokens=4))  # 18 of 20 blocks, alone: starts
     plan = scheduler.schedule()
@@ -177,6 +178,24 @@ def test_watermark_holds_back_newcomers_only_while_somebody_runs() -> None:
     while scheduler.num_running == 1 and scheduler.running_requests()[0].request_id == "big":
         settle(scheduler, scheduler.schedule())
     assert list(scheduled(scheduler.schedule())) == ["small"]
+
+
+def test_watermark_holds_back_whom_a_reset_has_preempted() -> None:
+    """A15: a preempted request is a newcomer again, and only the first to come back finds nobody running."""
+    scheduler = make_scheduler(num_blocks=13, watermark=0.5)  # 12 blocks, of which 6 stay free
+    a, b = make_request("a", 12), make_request("b", 12, start=500)
+    for request in (a, b):
+        scheduler.add(request)
+    settle(scheduler, scheduler.schedule())  # 3 blocks each
+    settle(scheduler, scheduler.schedule())  # and a fourth, which no watermark keeps from them
+    assert scheduler.num_free_blocks == 4
+    assert scheduler.reset_prefix_cache(force=True)
+    while a.status != "finished":
+        assert b.status == "preempted"
+        plan = scheduler.schedule()
+        assert set(scheduled(plan)) == {"a"}
+        settle(scheduler, plan)
+    assert set(scheduled(scheduler.schedule())) == {"b"}
 
 
 def test_watermark_is_counted_behind_the_allocation() -> None:

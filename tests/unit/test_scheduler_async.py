@@ -103,6 +103,7 @@ delays = pytest.mark.parametrize("delay", [0, 1, 2, 3])
 @delays
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4])
 def test_never_one_token_too_many(delay: int, max_tokens: int) -> None:
+    """C13, INV-29: no step for a request whose last token is in flight."""
     world = World(SMALL, delay)
     request = world.add([1, 2, 3], max_tokens, ignore_eos=True)
     world.run()
@@ -125,6 +126,7 @@ def test_late_stop_discards_the_tokens_behind_it(delay: int) -> None:
 
 @delays
 def test_preemption_at_any_moment_loses_and_repeats_nothing(delay: int) -> None:
+    """INV-32, INV-33: the text is that without preemption."""
     preempted = 0
     for num_blocks in range(5, 14):
         world = World({**SMALL, "num_blocks": num_blocks}, delay)
@@ -137,6 +139,7 @@ def test_preemption_at_any_moment_loses_and_repeats_nothing(delay: int) -> None:
 
 
 def test_preemption_happens_with_samples_in_flight() -> None:
+    """C19, INV-33: they are delivered once, and count for nothing else."""
     world = World({**SMALL, "num_blocks": 6}, 2)
     requests = [world.add([i, 1, 2, 3], 10, ignore_eos=True, min_tokens=10) for i in range(3)]
     seen = False
@@ -148,6 +151,7 @@ def test_preemption_happens_with_samples_in_flight() -> None:
 
 @delays
 def test_cached_and_uncached_runs_agree(delay: int) -> None:
+    """INV-19: prefixes that are found change no answer."""
     outputs = []
     for caching in (True, False):
         world = World({**SMALL, "num_blocks": 30, "enable_prefix_caching": caching}, delay)

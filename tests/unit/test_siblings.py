@@ -24,6 +24,7 @@ def family(count: int, prompt_len: int, **options: object) -> list[Request]:
 def test_full_blocks_are_shared_and_the_last_is_copied(
     prompt_len: int, num_shared: int, num_copies: int, caching: bool
 ) -> None:
+    """A10, INV-25: nobody writes into a block of two owners."""
     scheduler = make_scheduler(enable_prefix_caching=caching)
     first, *others = family(3, prompt_len)
     for request in (first, *others):
@@ -142,6 +143,7 @@ def test_siblings_must_be_alike() -> None:
 def test_choices_together_say_what_each_says_alone(
     num_blocks: int, max_num_seqs: int, caching: bool, delay: int
 ) -> None:
+    """A10, INV-25: siblings part without cross-talk."""
     options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "enable_prefix_caching": caching}
     world = World({**SMALL, **options}, delay)
     for prompt_len in (1, 7, 8, 10):

@@ -83,6 +83,44 @@ def test_the_core_knows_nothing_of_us_and_no_torch() -> None:
     assert not wrong
 
 
+def test_the_scheduler_knows_no_block() -> None:
+    """A17: it asks the KV manager, which asks the groups' tables, and all of them the pool; nobody asks back."""
+    layers = [
+        {"block_pool", "block_tokens", "eviction", "prefix_map", "prefix_tree", "twins"},
+        {"group_tables"},
+        {"kv_manager"},
+        {"admission", "preemption", "queues", "scheduler", "steps_in_flight"},
+        {"cache_control"},  # moves named blocks between steps
+    ]
+    cimports = {
+        name: {
+            found
+            for path in (ROOT / "fastcore").glob(f"{name}.p[xy][dx]")
+            for found in re.findall(r"^from aioengine\.fastcore\.(\w+) cimport", path.read_text(encoding="utf-8"), re.M)
+        }
+        for layer in layers
+        for name in layer
+    }
+    assert "kv_manager" in cimports["scheduler"] and "group_tables" in cimports["kv_manager"]
+    for i, layer in enumerate(layers):
+        above = set().union(*layers[i + 1 :])
+        assert not [(name, cimports[name] & above) for name in layer if cimports[name] & above]
+    below = layers[0] | layers[1]
+    assert not [(name, cimports[name] & below) for name in layers[3] if cimports[name] & below]
+
+
+def test_nothing_of_a_forward_pass_is_global() -> None:
+    """INV-44: its context is an argument; nobody keeps one for all, by task or by thread."""
+    for_all = re.compile(r"^\s*(global\b|(import|from) (contextvars|threading)\b)", re.M)
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in ("aioengine/layers", "aioengine/models", "kernels")
+        for path in _python_files(folder)
+        if for_all.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("name", sorted(LEAVES))
 def test_the_leaf_modules_import_nothing_of_ours_but_errors(name: str) -> None:
     own = [i for i in _imports(ROOT / "aioengine" / f"{name}.py") if i.split(".")[0] == "aioengine"]
