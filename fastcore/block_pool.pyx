@@ -1,7 +1,7 @@
 """The pool of KV blocks: one record per block in a C array, and an intrusive free list in eviction order.
 
 Owns reference counts and the free list. Does not know hashes' meaning or the prefix map: whoever takes a
-block that still carries a hash must drop the map's entry first (`kv_manager.take_block` does).
+block that still carries a hash must drop the map's entry first (`PrefixMap.take` does).
 
     sentinel <-> unhashed <-> prewarmed <-> boundary <-> hashed, used last at the end <-> sentinel
              ^ released or unhashed: here  ^ here                                     ^ here
@@ -65,36 +65,55 @@ cdef class BlockPool:
 
     cdef int acquire(self, int32_t block_id) except -1:
         """One owner more; a free block leaves the list first, so that nobody can take it (INV-18)."""
-        cdef Block* block = &self.blocks[block_id]
-        if CHECKED:
-            self.check_id(block_id)
-        if block.num_refs == 0:
-            unlink(self.blocks, block_id)
-            if self.order is not None:
-                self.order.leave(block_id)
-            self.num_free -= 1
-            self.num_taken += 1
-        block.num_refs += 1
-        return 0
+        return self.acquire_all(&block_id, 1, False)
 
     cdef int hit(self, int32_t block_id) except -1:
         """One owner more, who found the block by its hash."""
-        self.blocks[block_id].flags &= ~<uint16_t> PREWARMED
-        return self.acquire(block_id)
+        return self.acquire_all(&block_id, 1, True)
+
+    cdef int acquire_all(self, const int32_t* ids, int32_t count, bint are_hits) except -1:
+        """One owner more of each; `are_hits`: who found them by their hashes."""
+        cdef Block* blocks = self.blocks
+        cdef uint16_t kept = <uint16_t> ~PREWARMED if are_hits else <uint16_t> ~0
+        cdef int32_t num_taken = 0
+        cdef int32_t i
+        cdef Block* block
+        for i in range(count):
+            if CHECKED:
+                self.check_id(ids[i])
+            block = &blocks[ids[i]]
+            block.flags &= kept
+            if block.num_refs == 0:
+                unlink(blocks, ids[i])
+                if self.order is not None:
+                    self.order.leave(ids[i])
+                num_taken += 1
+            block.num_refs += 1
+        self.num_free -= num_taken
+        self.num_taken += num_taken
+        return 0
 
     cdef int release(self, int32_t block_id) except -1:
         """One owner less; without any, it becomes a free block."""
-        cdef Block* block = &self.blocks[block_id]
-        if CHECKED:
-            self.check_id(block_id)
-            if block.num_refs < 1:
-                raise AssertionError(f"block {block_id} is released more often than it was taken")
-        block.num_refs -= 1
-        if block.num_refs > 0:
-            return 0
-        self.enlist(block_id)
-        self.num_free += 1
-        self.num_returned += 1
+        return self.release_all(&block_id, 1)
+
+    cdef int release_all(self, const int32_t* ids, int32_t count) except -1:
+        """One owner less of each, the last one first."""
+        cdef int32_t num_returned = 0
+        cdef int32_t i
+        cdef Block* block
+        for i in range(count - 1, -1, -1):
+            block = &self.blocks[ids[i]]
+            if CHECKED:
+                self.check_id(ids[i])
+                if block.num_refs < 1:
+                    raise AssertionError(f"block {ids[i]} is released more often than it was taken")
+            block.num_refs -= 1
+            if block.num_refs == 0:
+                self.enlist(ids[i])
+                num_returned += 1
+        self.num_free += num_returned
+        self.num_returned += num_returned
         return 0
 
     cdef int enlist(self, int32_t block_id) except -1:
@@ -226,25 +245,6 @@ cdef class BlockPool:
         assert count + referenced + 1 == self.num_blocks, f"{count} + {referenced} + 1 != {self.num_blocks}"
 
 
-cdef inline int32_t boundary(BlockPool pool) noexcept:
-    """Marker between what goes first (unhashed, prewarmed) and what is cached."""
-    return pool.num_blocks
-
-
-cdef inline int32_t sentinel(BlockPool pool) noexcept:
-    """Marker between the end of the ring and its start."""
-    return pool.num_blocks + 1
-
-
-cdef inline void unlink(Block* blocks, int32_t block_id) noexcept nogil:
-    cdef Block* block = &blocks[block_id]
-    blocks[block.prev].next = block.next
-    blocks[block.next].prev = block.prev
-    block.prev = block.next = UNLISTED
-
-
 cdef inline void link(Block* blocks, int32_t block_id, int32_t before, int32_t after) noexcept nogil:
-    blocks[block_id].prev = before
-    blocks[block_id].next = after
-    blocks[before].next = block_id
-    blocks[after].prev = block_id
+    join(blocks, before, block_id)
+    join(blocks, block_id, after)

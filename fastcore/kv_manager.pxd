@@ -41,7 +41,6 @@ cdef class KVManager:
     cdef int64_t num_left(self, Request request) noexcept
     cdef int64_t num_freed(self, Request owner, Request other, int32_t num_hits) noexcept
     cpdef bint admit(self, Request request, int32_t num_hits, int32_t num_tokens) except -1
-    cdef int take_hit(self, Request request, int32_t block_id) except -1
     cpdef int end_copy(self, Request request) except -1
     cpdef bint extend(self, Request request, int32_t num_tokens, int32_t num_computed=*) except -1
     cpdef int publish(self, Request request, int32_t num_computed) except -1

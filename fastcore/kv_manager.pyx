@@ -32,12 +32,12 @@ from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
 from aioengine.fastcore.group_tables cimport NO_STEP
 from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.named_prefix cimport NamedPrefix
+from aioengine.fastcore.prefix_map cimport NEAR, SOON
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 from aioengine.fastcore.request cimport NO_LIMIT, GroupTable, reserve_table
 
 cdef enum:
     HASHED_AHEAD = 64       # blocks of a prompt that are hashed before it is known that the first one is cached
-    PUBLISHED_AHEAD = 8     # blocks whose place in the prefix map is asked for before they are offered
     MOST_CANDIDATES = 64    # cached blocks that are compared token by token with a request's next block
 
 
@@ -225,10 +225,10 @@ cdef class KVManager:
             assert request.copy_source == NULL_BLOCK or num_hits < self.blocks_for(num_tokens), repr(request)
         if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
-        for i in range(num_hits):  # before any new block is taken, or a hit could be the next victim (INV-18)
-            self.take_hit(request, request.blocks[i])
+        # Before any new block is taken, or a hit could be the next victim (INV-18). To prewarm is no use.
+        self.pool.acquire_all(request.blocks, num_hits, not request.prewarms)
         if request.copy_source != NULL_BLOCK:
-            self.take_hit(request, request.copy_source)
+            self.pool.acquire_all(&request.copy_source, 1, not request.prewarms)
         if num_hits and self.pool.order is not None and not request.prewarms:
             self.pool.order.hit_path(
                 request.blocks, num_hits, num_hits >= (request.num_tokens - 1) // self.block_size
@@ -238,19 +238,14 @@ cdef class KVManager:
             self.more.take_hits(request, num_hits)
         request.num_proven = min(request.num_proven, request.num_matched)
         # What a sibling computes now may not be indexed yet; whoever settles its step first will offer it.
-        while (
-            request.num_published < num_hits
-            and self.pool.blocks[request.blocks[request.num_published]].flags & HASHED
-        ):
-            request.num_published += 1
+        i = request.num_published
+        while i < num_hits and self.pool.blocks[request.blocks[i]].flags & HASHED:
+            i += 1
+        request.num_published = i
         self.take_blocks(request, num_tokens)
         if request.copy_source != NULL_BLOCK:
             request.copy_target = request.blocks[num_hits]
         return True
-
-    cdef int take_hit(self, Request request, int32_t block_id) except -1:
-        """One owner more; to prewarm is no use: what it finds keeps its rank and may stay prewarmed."""
-        return self.pool.acquire(block_id) if request.prewarms else self.pool.hit(block_id)
 
     cpdef int end_copy(self, Request request) except -1:
         """Lets go of the source of a request's copy, once the step is packed or the copy is off."""
@@ -318,9 +313,10 @@ cdef class KVManager:
             return 0
         self.ensure_hashes(request, full)
         cdef int32_t i
-        for i in range(request.num_published, full):
-            if i + PUBLISHED_AHEAD < full:
-                self.prefix_map.expect(&request.hashes[i + PUBLISHED_AHEAD])
+        for i in range(request.num_published - (NEAR if full - request.num_published >= SOON else 0), full):
+            self.prefix_map.expect(request.hashes, i, full)
+            if i < request.num_published:
+                continue
             if not self.pool.blocks[request.blocks[i]].flags & HASHED:  # else its other owner was first
                 self.pool.blocks[request.blocks[i]].step = <uint16_t> step
                 self.offer(request, i)
@@ -432,26 +428,30 @@ cdef class KVManager:
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
+        cdef int32_t end = request.num_blocks
+        cdef int32_t last_duplicate = -1
         cdef int32_t i, twin
         cdef Block* block
         self.end_copy(request)
         # Duplicates take their twins' places, if those were evicted meanwhile, and all below them come back.
         for i in range(request.num_published):
             block = &self.pool.blocks[request.blocks[i]]
-            if block.num_refs == 1 and not block.flags & HASHED:
-                self.offer(request, i)
+            if not block.flags & HASHED and (block.num_refs > 1 or not self.offer(request, i)):
+                last_duplicate = i
         if self.more is not None:
             self.more.offer_again(request)
             self.more.release(request)
-        for i in range(request.num_blocks - 1, -1, -1):
-            block = &self.pool.blocks[request.blocks[i]]
-            self.pool.release(request.blocks[i])
-            if i < request.num_published and not block.flags & HASHED:
+        for i in range(last_duplicate, -1, -1):
+            if not self.pool.blocks[request.blocks[i]].flags & HASHED:
+                self.pool.release_all(&request.blocks[i], end - i)
+                end = i
                 # The use of a duplicate is a use of its twin, or the twin would go before its children.
                 twin = self.prefix_map.find(&request.hashes[i])
                 if twin != NULL_BLOCK and not request.prewarms and self.pool.blocks[twin].num_refs == 0:
                     self.pool.touch(twin)
-            if CHECKED:
+        self.pool.release_all(request.blocks, end)
+        if CHECKED:
+            for i in range(request.num_blocks):
                 request.blocks[i] = -0x55555556
         request.num_blocks = request.num_published = 0
         request.publish_until = NO_LIMIT

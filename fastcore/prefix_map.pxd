@@ -8,6 +8,13 @@ from aioengine.fastcore.prefix_tree cimport PrefixTree
 from aioengine.fastcore.twins cimport Twins
 
 
+cdef enum:
+    NEAR = 8     # steps ahead that are enough for a read to arrive
+    FAR = 16     # and for one that tells where to read next
+    SOON = 4     # and for one between long computations
+    LOOKED_UP = 64  # blocks of a path that are looked up before they are tried for consecutive ids again
+
+
 cdef class PrefixMap:
     cdef BlockPool pool
     cdef readonly PrefixTree tree
@@ -22,9 +29,13 @@ cdef class PrefixMap:
 
     cdef int32_t find(self, const Hash* hash) noexcept
     cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept
-    cdef int expect(self, const Hash* hash) noexcept
+    cdef int32_t find_each(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept
+    cdef int32_t follow(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept
+    cdef bint is_at(self, int32_t block_id, const Hash* hash) noexcept
+    cdef int expect(self, const Hash* hashes, int32_t first, int32_t end) noexcept
     cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1
     cdef int32_t take(self, int32_t count, int32_t* taken) except -1
+    cdef int32_t take_in_order(self, int32_t count, int32_t* taken) except -1
     cdef int32_t remove(self, int32_t block_id) except -1
     cdef int erase(self, int32_t block_id) except -1
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept
@@ -32,5 +43,3 @@ cdef class PrefixMap:
     cdef Hash hash_of(self, int32_t block_id) noexcept
     cdef uint64_t* row(self, int32_t block_id) noexcept
     cdef int32_t* head_of(self, int32_t block_id) noexcept
-    cdef int32_t scout(self, int32_t at) noexcept
-    cdef int32_t scout_home(self, int32_t at) noexcept

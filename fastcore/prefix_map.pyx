@@ -12,7 +12,8 @@ Two buckets per block, so that most hold one block or none. Why not open address
 leaves there takes its neighbours' homes, and eviction is half of what a full pool does.
 
 A pool of a real size does not fit in a core's own caches. Where it is known what will be read next (the hashes of a
-path, the victims in the ring), it is asked for some steps ahead: each step then waits for none of its reads.
+path, the victims in the ring), it is asked for some steps ahead: each step then waits for none of its reads. And
+blocks that were taken together mostly have consecutive ids: where a path's have, no bucket is read to find them.
 """
 import cython
 
@@ -21,14 +22,9 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED
-from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, UNLISTED, Block, prefetch
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, UNLISTED, Block, boundary, join, own, prefetch, sentinel
 from aioengine.fastcore.eviction cimport CostOrder
 from aioengine.fastcore.prefix_tree cimport ROOT, Node, cut_leaf
-
-cdef enum:
-    NEAR = 8     # steps ahead that are enough for a read to arrive
-    FAR = 16     # and for one that tells where to read next
-
 
 @cython.final
 cdef class PrefixMap:
@@ -62,16 +58,35 @@ cdef class PrefixMap:
 
         What is behind that number in `found` is of no meaning.
         """
+        cdef int32_t start = 1
+        cdef int32_t end, i
+        if count == 0:
+            return 0
+        found[0] = self.find(&hashes[0])
+        if found[0] == NULL_BLOCK:
+            return 0
+        while True:
+            start = self.follow(hashes, start, count, found)
+            if start == count:
+                return count
+            end = min(count, start + LOOKED_UP)
+            i = self.find_each(hashes, start, end, found)
+            if i < end:
+                return i
+            start = end
+
+    cdef int32_t find_each(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
+        """Finds part of a path through the buckets; returns where its first gap is, or `end`."""
         cdef int32_t* heads = self.heads
         cdef uint32_t num_heads = self.num_heads
         cdef int32_t i, at
-        for i in range(-FAR, count):
-            if i + FAR < count:
+        for i in range(start - FAR, end):
+            if i + FAR < end:
                 prefetch(&heads[home(hashes[i + FAR].word[0], num_heads)])
-            if -NEAR <= i < count - NEAR:
+            if start <= i + NEAR < end:
                 found[i + NEAR] = heads[home(hashes[i + NEAR].word[0], num_heads)]
                 prefetch(self.row(found[i + NEAR]))
-            if i < 0:
+            if i < start:
                 continue
             at = found[i]
             while at != NULL_BLOCK and not self.has_hash(at, &hashes[i]):
@@ -79,11 +94,36 @@ cdef class PrefixMap:
             if at == NULL_BLOCK:
                 return i
             found[i] = at
-        return count
+        return end
 
-    cdef int expect(self, const Hash* hash) noexcept:
-        """Asks for the bucket of a hash that will be inserted soon."""
-        prefetch(&self.heads[home(hash.word[0], self.num_heads)])
+    cdef int32_t follow(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
+        """Goes on where a path was found up to `start`, as long as its blocks have consecutive ids."""
+        cdef int32_t at = found[start - 1]
+        cdef int32_t step, i
+        if start == end or self.twins is not None:  # a twin is flagged, and has no hash
+            return start
+        step = 1 if self.is_at(at + 1, &hashes[start]) else -1
+        for i in range(start, end):
+            at += step
+            if not self.is_at(at, &hashes[i]):
+                return i
+            found[i] = at
+        return end
+
+    cdef inline bint is_at(self, int32_t block_id, const Hash* hash) noexcept:
+        """Whether a block, if there is such a one, is indexed under a hash."""
+        return (
+            block_id < self.pool.num_blocks and bool(self.pool.blocks[block_id].flags & HASHED)
+            and self.has_hash(block_id, hash)
+        )
+
+    cdef int expect(self, const Hash* hashes, int32_t first, int32_t end) noexcept:
+        """Asks for what inserting some of the next hashes of a path will read."""
+        cdef int32_t* heads = self.heads
+        if first + NEAR < end:
+            prefetch(&heads[home(hashes[first + NEAR].word[0], self.num_heads)])
+        if 0 <= first + SOON < end:
+            prefetch(self.row(heads[home(hashes[first + SOON].word[0], self.num_heads)]))
         return 0
 
     cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept:
@@ -137,45 +177,67 @@ cdef class PrefixMap:
 
         Returns how many blocks lost their prefix: victims, and what was computed after them.
         """
-        cdef Block* blocks = self.pool.blocks
-        cdef Node* nodes = self.tree.nodes
-        cdef bint is_lru = self.pool.order is None
         cdef int32_t num_evicted = 0
-        cdef int32_t near, far, at, i
-        # Under the policy cost the ring does not tell who is next.
-        near = far = self.pool.first_in_ring() if is_lru and count >= NEAR else UNLISTED
-        for i in range(-FAR, count):
-            if far != UNLISTED:
-                far = self.scout(far)
-            if i >= -NEAR and near != UNLISTED:
-                near = self.scout_home(near)
-            if i < 0:
-                continue
-            at = taken[i] = self.pool.take()
-            if blocks[at].flags & HASHED:
-                if is_lru and nodes[at].first_child == ROOT and self.twins is None:
-                    self.erase(at)
-                    num_evicted += 1
-                else:
-                    num_evicted += self.remove(at)
+        cdef int32_t i
+        if not CHECKED and self.pool.order is None and self.twins is None and self.journal is None:
+            return self.take_in_order(count, taken)
+        for i in range(count):
+            taken[i] = self.pool.take()
+            if self.pool.blocks[taken[i]].flags & HASHED:
+                num_evicted += self.remove(taken[i])
         return num_evicted
 
-    cdef int32_t scout(self, int32_t at) noexcept:
-        """Asks for the links and the hash of a block in the ring; returns the one behind it.
-
-        UNLISTED if it has been taken meanwhile: then nothing is asked for, which costs no more than time.
-        """
-        if at < self.pool.num_blocks:
-            prefetch(&self.tree.nodes[at])
-            prefetch(&self.behind[at])
-            prefetch(self.row(at))
-        return self.pool.blocks[at].next
-
-    cdef int32_t scout_home(self, int32_t at) noexcept:
-        """Asks for the bucket of a block in the ring; returns the one behind it."""
-        if at < self.pool.num_blocks:
-            prefetch(self.head_of(at))
-        return self.pool.blocks[at].next
+    cdef int32_t take_in_order(self, int32_t count, int32_t* taken) except -1:
+        """As `take`, where the ring tells who is next and nobody has to be told who went."""
+        cdef BlockPool pool = self.pool
+        cdef Block* blocks = pool.blocks
+        cdef Node* nodes = self.tree.nodes
+        cdef int32_t* heads = self.heads
+        cdef const uint64_t* hashes = self.hashes
+        cdef uint32_t num_heads = self.num_heads
+        cdef int32_t num_words = self.hash_words
+        cdef int32_t num_removed = 0
+        cdef int32_t num_leaves = 0
+        # Blocks are cut out of the ring behind `front`, which is joined with what is left when it has to be whole.
+        cdef int32_t front = sentinel(pool)
+        cdef int32_t at = blocks[front].next
+        cdef int32_t near = at
+        cdef int32_t far = at
+        cdef int32_t rest, i
+        for i in range(-FAR if count >= NEAR else 0, count):
+            if far != UNLISTED:
+                if blocks[far].flags & HASHED:
+                    prefetch(&nodes[far])
+                    prefetch(&hashes[<size_t> far * num_words])
+                far = blocks[far].next
+            if i >= -NEAR and near != UNLISTED:
+                if blocks[near].flags & HASHED:
+                    prefetch(&heads[home(hashes[<size_t> near * num_words], num_heads)])
+                near = blocks[near].next
+            if i < 0:
+                continue
+            if at == boundary(pool):
+                join(blocks, front, at)
+                front, at = at, blocks[at].next
+            taken[i], rest = at, blocks[at].next
+            own(&blocks[at])
+            if blocks[at].flags & HASHED:
+                if nodes[at].first_child == ROOT:
+                    unchain(&heads[home(hashes[<size_t> at * num_words], num_heads)], self.behind, at)
+                    cut_leaf(nodes, self.tree.lanes, at)
+                    blocks[at].flags = 0
+                    num_leaves += 1
+                else:
+                    join(blocks, front, rest)
+                    num_removed += self.remove(at)
+                    front = sentinel(pool)  # what was below is next
+                    rest = blocks[front].next
+            at = rest
+        join(blocks, front, at)
+        pool.num_free -= count
+        pool.num_taken += count
+        self.num_entries -= num_leaves
+        return num_leaves + num_removed
 
     cdef int32_t remove(self, int32_t block_id) except -1:
         """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.
@@ -208,14 +270,11 @@ cdef class PrefixMap:
 
     cdef int erase(self, int32_t block_id) except -1:
         """Takes a leaf out of its bucket and the tree, and clears its flag."""
-        cdef int32_t* link = self.head_of(block_id)
         if CHECKED:
             self.tree.check_leaf(block_id)
-        while link[0] != block_id:
-            if CHECKED and link[0] == NULL_BLOCK:
+            if self.find(<const Hash*> self.row(block_id)) != block_id:
                 raise AssertionError(f"block {block_id} is not in the map")
-            link = &self.behind[link[0]]
-        link[0] = self.behind[block_id]
+        unchain(self.head_of(block_id), self.behind, block_id)
         cut_leaf(self.tree.nodes, self.tree.lanes, block_id)
         self.pool.blocks[block_id].flags = 0
         self.num_entries -= 1
@@ -343,6 +402,13 @@ cdef class PrefixMap:
 cdef inline uint32_t home(uint64_t first_word, uint32_t num_heads) noexcept nogil:
     """The bucket of a hash: 32 of its bits as a fraction of all buckets."""
     return <uint32_t> ((<uint64_t> <uint32_t> first_word * num_heads) >> 32)
+
+
+cdef inline void unchain(int32_t* link, int32_t* behind, int32_t block_id) noexcept nogil:
+    """Takes a block out of the bucket that begins at `link`."""
+    while link[0] != block_id:
+        link = &behind[link[0]]
+    link[0] = behind[block_id]
 
 
 cdef Hash from_bytes(bytes digest) except *:

@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "skip the touch of hit blocks",
         "fastcore/kv_manager.pyx",
-        "            self.take_hit(request, request.blocks[i])\n",
-        "            pass\n",
+        "        self.pool.acquire_all(request.blocks, num_hits, not request.prewarms)\n",
+        "",
     ),
     Fault("count free hits as free", "fastcore/kv_manager.pyx", "- num_hits + free_hits -", "- num_hits -"),
     Fault(
@@ -52,9 +52,9 @@ FAULTS = (
     ),
     Fault(
         "release the shallowest block first",
-        "fastcore/kv_manager.pyx",
-        "for i in range(request.num_blocks - 1, -1, -1):",
-        "for i in range(request.num_blocks):",
+        "fastcore/block_pool.pyx",
+        "for i in range(count - 1, -1, -1):",
+        "for i in range(count):",
     ),
     Fault(
         "hash without the salt", "fastcore/request.pyx", "key_tail(extra_keys, cache_salt)", 'key_tail(extra_keys, b"")'
@@ -62,14 +62,14 @@ FAULTS = (
     Fault(
         "free a block that has another owner",
         "fastcore/block_pool.pyx",
-        "        if block.num_refs > 0:\n            return 0\n        self.enlist",
-        "        if block.num_refs > 1:\n            return 0\n        self.enlist",
+        "            if block.num_refs == 0:\n                self.enlist",
+        "            if block.num_refs <= 1:\n                self.enlist",
     ),
     Fault(
         "leave a block that is hit in the free list",
         "fastcore/block_pool.pyx",
-        "        if block.num_refs == 0:\n            unlink(self.blocks, block_id)\n",
-        "        if block.num_refs == 0:\n",
+        "                unlink(blocks, ids[i])\n",
+        "",
     ),
     Fault(
         "return cached blocks at the wrong end",
@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "forget a returned block",
         "fastcore/block_pool.pyx",
-        "        self.enlist(block_id)\n        self.num_free += 1\n",
-        "",
+        "                self.enlist(ids[i])\n                num_returned += 1\n",
+        "                pass\n",
     ),
     Fault(
         "admit after a preemption",
@@ -185,8 +185,14 @@ FAULTS = (
     Fault(
         "break the links of the prefix map",
         "fastcore/prefix_map.pyx",
-        "link[0] = self.behind[block_id]",
+        "link[0] = behind[block_id]",
         "link[0] = NULL_BLOCK",
+    ),
+    Fault(
+        "take the block beside a hit for the next hit",
+        "fastcore/prefix_map.pyx",
+        "            and self.has_hash(block_id, hash)\n",
+        "",
     ),
     Fault(
         "let a sibling's copy cover the last token",
@@ -203,7 +209,7 @@ FAULTS = (
     Fault(
         "let the source of a copy be a victim",
         "fastcore/kv_manager.pyx",
-        "            self.take_hit(request, request.copy_source)\n",
+        "            self.pool.acquire_all(&request.copy_source, 1, not request.prewarms)\n",
         "            self.pool.blocks[request.copy_source].num_refs += 1\n",
     ),
     Fault(

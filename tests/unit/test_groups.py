@@ -202,6 +202,23 @@ def test_a_coarse_group_is_hit_in_whole_blocks() -> None:
     assert kv.match(prompt("b", list(range(15)))) == 4
 
 
+def test_a_twin_is_not_found_by_the_hash_it_had_as_a_primary() -> None:
+    kv = KVManager(7, 2, kv_groups=(FULL, ("full", 0, 1)))
+    ids = list(range(6))
+    first = prompt("a", ids)
+    assert kv.admit(first, kv.match(first), 6) and first.block_ids() == [1, 2, 3]
+    kv.publish(first, 6)
+    kv.prefix_map.remove_id(1)  # and all that follows
+    kv.hold_back(first, 0)
+    kv.release(first)
+    assert kv.pool.free_ids()[:3] == [1, 2, 3]
+    again = prompt("b", ids[:2])
+    assert kv.admit(again, kv.match(again), 2) and [again.block_ids(g) for g in (0, 1)] == [[1], [2]]
+    kv.publish(again, 2)
+    assert kv.hasher is not None and kv.pool.is_hashed(2)
+    assert kv.prefix_map.find_path_bytes(kv.hasher.chain(ids, 2)) == [1]
+
+
 def test_what_leaves_the_first_group_leaves_all() -> None:
     """B8, INV-15: each group has a block of its own under one hash."""
     kv = KVManager(60, 2, kv_groups=(FULL, ("sliding", 100, 1), ("chunked", 100, 2)))

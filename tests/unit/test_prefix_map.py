@@ -187,6 +187,29 @@ def test_a_path_ends_at_its_first_gap() -> None:
             assert index.find_path_bytes(hashes[:count]) == list(range(1, min(gap, count) + 1))
 
 
+@pytest.mark.parametrize("order", ["up", "down", "scattered", "in pieces"])
+def test_a_path_is_found_wherever_its_blocks_lie(order: str) -> None:
+    """Whether ids follow each other is a short cut, never a condition: nor is what a block was indexed under once."""
+    ids = list(range(1, 200))  # both ends of the pool
+    if order == "down":
+        ids.reverse()
+    elif order == "scattered":
+        random.Random(1).shuffle(ids)
+    elif order == "in pieces":
+        pieces = [ids[:3], ids[3:70][::-1], ids[70:71], ids[71:150], ids[150:][::-1]]
+        ids = [i for at in (3, 0, 4, 2, 1) for i in pieces[at]]
+    hashes = [digest(home) for home in range(1, 200)]
+    index = PrefixMap(BlockPool(200))
+    for block_id, key in zip(ids, hashes, strict=True):
+        index.insert_bytes(block_id, key)
+    for count in (1, 2, 63, 64, 65, 66, 128, 130, 199):
+        assert index.find_path_bytes(hashes[:count]) == ids[:count]
+    for gap in range(198, -1, -1):  # it keeps its hash, of which nobody knows any more
+        index.remove_id(ids[gap])
+        assert index.find_path_bytes(hashes) == ids[:gap]
+        assert index.find_path_bytes([*hashes[:gap], bytes(32)]) == ids[:gap]
+
+
 def test_victims_are_taken_with_what_follows_them() -> None:
     """Victims come first by use, but what a victim takes along goes before all that is cached."""
     pool = BlockPool(50)
