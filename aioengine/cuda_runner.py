@@ -50,7 +50,7 @@ class _Slot:
     host_packed: torch.Tensor
     """The same, pinned."""
     draws: DrawTable
-    """How each row chooses, pinned: copied to the device when a row begins to draw."""
+    """How each row chooses, pinned: copied to the device when a row begins to draw, or one that drew no longer does."""
     reached: torch.cuda.Event
     """The step's end on the compute stream."""
     arrived: torch.cuda.Event
@@ -236,14 +236,13 @@ class CudaRunner:
         forward.buffer[:num_words].copy_(slot.words[:num_words], non_blocking=True)
         for row in plan.left_rows:
             sampler.leave(row)
-        any_draws = False
         for request in plan.joined:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             sampler.join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:])
-            any_draws |= not request.sampling.params.is_greedy
-        if any_draws:
-            for column, values in zip(slot.draws.columns(), sampler.draws(), strict=True):
+        changed = sampler.changed_draws()
+        if changed is not None:
+            for column, values in zip(slot.draws.columns(), changed, strict=True):
                 column.numpy()[:] = values
             forward.draws.copy_(slot.draws)
 

@@ -223,10 +223,10 @@ class StepForward:
         if not self.buckets or is_long:
             return self._run_at_size(facts)
         bucket = self.bucket_of(facts, choice)
-        if facts.prompt_spans and self._reads_last_only(bucket.num_tokens, self._rows_of(bucket), bucket.few_queries):
-            return self._run_at_size(facts)
         if self.waits_for_idle_time and bucket not in self._entries:
             bucket = self._larger(bucket, facts.num_tokens) or bucket
+        if facts.prompt_spans and self._reads_last_only(bucket.num_tokens, self._rows_of(bucket), bucket.few_queries):
+            return self._run_at_size(facts)
         entry = self._entries.get(bucket)
         if entry is None:
             entry = self._enter(bucket)

@@ -104,6 +104,8 @@ class Sampler:
         self._constrained_before = np.zeros(max_num_seqs, np.int64)
         self._settings = np.zeros(max_num_seqs, SETTINGS)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self._draws_told = np.zeros(max_num_seqs, np.bool_)  # rows that draw by what `changed_draws` returned last
+        self._draws_changed = False
 
     def join(self, row: int, plan: SamplingPlan, prompt_ids: ArrayLike, output_ids: ArrayLike) -> None:
         """Gives `row` to a choice, with all its tokens so far (those of a resumed one include its output)."""
@@ -139,6 +141,8 @@ class Sampler:
             self._special.add(row)
         if flags & _FILTERED:
             self._filtered.add(row)
+        if flags & _DRAWN or self._draws_told[row]:
+            self._draws_changed = True
 
     def leave(self, row: int) -> None:
         """Takes the row back; does nothing if nobody has it."""
@@ -161,10 +165,16 @@ class Sampler:
                 return Choice.OTHER
         return Choice.FILTERED if self._filtered else Choice.PLAIN
 
-    def draws(self) -> tuple[NDArray[np.generic], ...]:
-        """Temperature, 0 for greedy choice, top-p, min-p, top-k and seed of every row."""
-        settings = self._settings
-        temperature = np.where(self._flags & _DRAWN, settings["temperature"], 0)
+    def changed_draws(self) -> tuple[NDArray[np.generic], ...] | None:
+        """Temperature, 0 for greedy choice, top-p, min-p, top-k and seed of every row.
+
+        None if what was returned last time still serves all rows that somebody has.
+        """
+        if not self._draws_changed:
+            return None
+        settings, self._draws_changed = self._settings, False
+        self._draws_told = (self._flags & _DRAWN) != 0
+        temperature = np.where(self._draws_told, settings["temperature"], 0)
         return temperature, settings["top_p"], settings["min_p"], settings["top_k"], settings["seed"]
 
     def sample(self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike) -> SampledStep:

@@ -1,13 +1,14 @@
 """Compiles the kernels of a forward pass side by side.
 
 Triton compiles a kernel when it is first launched, one after the other; on a machine that has none in its cache a
-start is mostly that. Within `compiled_together` launches compile in threads and run nothing, so the same pass that
-would launch them tells which ones there are. Used by `aioengine/graphs.py` before the first real pass.
+start is mostly that. Within `compiled_together` its thread's launches compile in others and run nothing, so the same
+pass that would launch them tells which ones there are. Used by `aioengine/graphs.py` before the first real pass.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from typing import Any
 from .jit import INTERPRETED, MISSING
 
 MOST_THREADS = 16
+
+_one_at_a_time = threading.RLock()
+"""Held while launches are diverted: what two engines that start at once would put back is each other's diversion."""
 
 if MISSING is None and not INTERPRETED:
     try:
@@ -34,19 +38,22 @@ def can_compile_together() -> bool:
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """No launch within runs: what it would have written holds what it held before. All are compiled at the end.
+    """No launch of this thread within runs: what it would have written holds what it held before. All are compiled at
+    the end. Launches of other threads run as ever: they may be those of another engine.
 
     Raises:
         RuntimeError: this Triton cannot; ask `can_compile_together` first.
     """
     if AsyncCompileMode is None:
         raise RuntimeError("this Triton does not compile in threads")
-    launch = JITFunction.run
+    own_thread = threading.get_ident()
+    with _one_at_a_time, ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        launch = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **options)
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            is_own = threading.get_ident() == own_thread
+            return launch(self, *args, grid=grid, warmup=warmup or is_own, **options)
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         try:
             with AsyncCompileMode(pool):
                 JITFunction.run = compile_only

@@ -139,13 +139,13 @@ def forward(family: Family, level: int, small_grids: None) -> StepForward:
     return make_forward(family.folder, level)
 
 
-def make_forward(folder: Path, level: int) -> StepForward:
+def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS) -> StepForward:
     """A checkpoint's forward pass in the interpreter, over a pool of NaN."""
     ops = CudaOps(torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():
         pytest.skip("the interpreter's test; on a GPU the tests marked gpu run the whole engine")
     need_triton(ops.device)
-    config, resolved = resolve_for(str(folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS)
+    config, resolved = resolve_for(str(folder), MAX_LEN, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
     loaded = load_model(load_checkpoint(config.model), resolved, OpsOnly(ops))
     spec = loaded.spec
     layout = tiny_layout(spec, BLOCK_SIZE)
@@ -155,10 +155,10 @@ def make_forward(folder: Path, level: int) -> StepForward:
         ops,
         poisoned_caches(layout, NUM_BLOCKS),
         layout=layout,
-        max_num_seqs=MAX_SEQS,
+        max_num_seqs=max_num_seqs,
         max_blocks=MAX_LEN // BLOCK_SIZE,
         buffer_words=4096,
-        buckets=token_buckets(MAX_SEQS, 48) if level else (),
+        buckets=token_buckets(max_num_seqs, 48) if level else (),
     )
 
 
@@ -309,6 +309,25 @@ def test_a_larger_bucket_makes_up_for_one_that_waits_for_idle_time(
         with torch.no_grad():
             logits = family.reference(torch.tensor([request.prompt + request.outputs])).logits[0]
         assert request.outputs == logits.argmax(-1)[len(request.prompt) - 1 : -1].tolist()
+
+
+@pytest.mark.slow
+def test_prompts_are_scored_from_all_tokens_whatever_bucket_is_at_hand(family: Family, small_grids: None) -> None:
+    """A larger bucket than the step's own may spare its last layer what the step's own would not."""
+    forward = make_forward(family.folder, 2, max_num_seqs=16)
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=16)
+    request = planner.request(random_prompt(23, seed=1), SamplingParams(temperature=0.0, prompt_logprobs=0))
+    forward.waits_for_idle_time = True
+    with torch.no_grad(), np.errstate(all="ignore"):
+        forward.prepare(Bucket(32, few_queries=False, choice=Choice.OTHER))
+        plan = planner.plan({request: 23})
+        forward.buffer[: len(plan.buffer)] = torch.from_numpy(plan.buffer)
+        facts = StepFacts.of(plan.buffer)
+        assert facts.prompt_spans == ((0, 0),)
+        output = forward.run(facts, choice=Choice.PLAIN)
+        logits = forward._model.logits(output.hidden[:23], output.ctx)
+        expected = family.reference(torch.tensor([request.prompt])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------

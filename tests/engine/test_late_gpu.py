@@ -36,8 +36,10 @@ async def driven(gpu: LateGpu) -> AsyncIterator[None]:
             await task
 
 
-def request_of(name: str, prompt: list[int], max_tokens: int, **options: Any) -> Request:
-    plan = compile_sampling(GREEDY, None, VOCAB, (), 0, 0)
+def request_of(
+    name: str, prompt: list[int], max_tokens: int, params: SamplingParams = GREEDY, **options: Any
+) -> Request:
+    plan = compile_sampling(params, None, VOCAB, (), 0, 0)
     return Request(name, prompt, max_tokens=max_tokens, sampling=plan, **options)
 
 
@@ -66,6 +68,8 @@ class Served:
         self.ended = asyncio.Event()
 
     def settle(self, plan: Any, result: StepResult) -> None:
+        wanted = [request.sampling.params.temperature for request in plan.sample_requests]
+        assert self.runner._forward.temperatures.popleft() == wanted
         self.scheduler.update(plan, result.token_ids)
         self.scheduler.check_invariants()
         for request, count in list(self.abort_at.items()):
@@ -109,6 +113,23 @@ async def test_tokens_are_the_same_under_every_delay(
         assert served.scheduler.prefix_hit_tokens == 2 * 8
     if num_blocks == 26:
         assert served.scheduler.num_preemptions_total > 0
+
+
+@pytest.mark.parametrize(("depth", "delay"), [(1, 0), (2, 1), (4, 3)])
+async def test_rows_choose_as_their_requests_want_whoever_had_them_before(
+    monkeypatch: pytest.MonkeyPatch, depth: int, delay: int
+) -> None:
+    """INV-37, INV-40: nothing of the request before it is left in the row."""
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE, delay=delay)
+    served = Served(gpu, 60, depth)
+    wanted = [0.5, 0.0, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 2.5, 0.0, 0.0, 0.0, 0.5, 0.0]
+    requests = [
+        request_of(str(i), [i, 2 * i + 1], 3 + i % 5, SamplingParams(temperature=temperature, seed=i))
+        for i, temperature in enumerate(wanted)
+    ]
+    async with driven(gpu):
+        await served.run(requests)  # `settle` compares
+    assert served.loop.num_steps > 8
 
 
 @pytest.mark.parametrize(("depth", "delay"), [(2, 1), (3, 2), (4, 3)])

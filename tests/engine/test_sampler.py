@@ -294,12 +294,30 @@ def test_draws_are_chosen_on_the_device_unless_edited(params: dict[str, Any], ch
     sampler = Sampler(VOCAB, 4)
     sampler.join(2, plan_for(VOCAB, seed=5, **params), [], [])
     assert sampler.choice([2], [0]) == choice
-    temperature, top_p, min_p, top_k, seeds = sampler.draws()
+    changed = sampler.changed_draws()
+    if params["temperature"] == 0:
+        assert changed is None
+        return
+    assert changed is not None
+    temperature, top_p, min_p, top_k, seeds = changed
     assert temperature[2] == np.float32(params["temperature"]) and seeds[2] == 5
     assert top_p[2] == np.float32(params.get("top_p", 1)) and min_p[2] == np.float32(params.get("min_p", 0))
     assert top_k[2] == params.get("top_k", VOCAB)
+    assert sampler.changed_draws() is None
+
+
+def test_a_row_that_drew_is_told_of_until_it_takes_the_greatest_logit() -> None:
+    sampler = Sampler(VOCAB, 4)
+    sampler.join(2, plan_for(VOCAB, temperature=0.7), [], [])
+    assert sampler.changed_draws() is not None
+    sampler.leave(2)
+    sampler.join(1, plan_for(VOCAB, temperature=0.0), [], [])
+    assert sampler.changed_draws() is None  # nobody has row 2
     sampler.join(2, plan_for(VOCAB, temperature=0.0), [], [])
-    assert sampler.draws()[0][2] == 0 and sampler.choice([2], [0]) == Choice.PLAIN
+    changed = sampler.changed_draws()
+    assert changed is not None and not changed[0].any() and sampler.choice([1, 2], [0, 0]) == Choice.PLAIN
+    sampler.join(2, plan_for(VOCAB, temperature=0.0), [], [])
+    assert sampler.changed_draws() is None
 
 
 def entry_of(logprobs: RowLogprobs | None) -> tuple[object, ...]:

@@ -159,7 +159,8 @@ class _PutOff(TorchFunctionMode):
 
 
 class _LateForward:
-    """The part of `StepForward` that the runner uses; every step is greedy."""
+    """The part of `StepForward` that the runner uses. The model's tokens are no draws, but how each row would have
+    chosen is kept, as the device saw it when it came to the step."""
 
     def __init__(self, gpu: LateGpu, max_num_seqs: int) -> None:
         self._gpu = gpu
@@ -171,6 +172,8 @@ class _LateForward:
         self.packed = torch.zeros((2, max_num_seqs), dtype=torch.int32)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int32)
         self.draws = DrawTable.zeros(max_num_seqs, torch.device("cpu"))
+        self.temperatures: deque[list[float]] = deque()
+        """Of the samples of each step, in order."""
 
     def all_buckets(self) -> list[Any]:
         return self.sizes
@@ -213,6 +216,7 @@ class _LateForward:
         _, samples = self._gpu.model.finish()
         self.packed.numpy()[0, : len(samples)] = samples
         self.packed.numpy()[1] = np.int32(0)
+        self.temperatures.append(self.draws.temperature[StepFacts.of(plan.buffer).sample_rows].tolist())
 
     def close(self) -> None:
         pass
