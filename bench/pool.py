@@ -16,6 +16,12 @@ timed here; a list of block objects on the other). The operations, in order:
 The pool is as large as a real one and each operation walks through all of it, so that none finds in a core's own
 caches what the one before left there. Requests are released in random order, so the order of eviction leads to and
 fro from one request's blocks to another's. The garbage collector is off while the clock runs.
+
+The plain-Python manager does nothing that ours does not; ours also keeps the tree of what continues what, which an
+eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: with short prompts the call
+from Python and reading a request's record, about 5 ns of each of its 32 blocks; in an eviction the bucket of each
+victim, which lies anywhere in an array too large for a core's own caches; in hashing xxh3 itself, each block's hash
+waiting for its parent's.
 """
 
 from __future__ import annotations
