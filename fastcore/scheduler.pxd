@@ -7,8 +7,8 @@ from aioengine.fastcore.limits cimport Limits
 from aioengine.fastcore.queues cimport WaitQueue
 from aioengine.fastcore.request cimport Request
 from aioengine.fastcore.rows cimport RowPool
+from aioengine.fastcore.step_budget cimport StepBudget
 from aioengine.fastcore.step_buffer cimport RowRecord, StepBuffer, StepPlan
-from aioengine.fastcore.step_cost cimport StepCost
 from aioengine.fastcore.steps_in_flight cimport StepsInFlight
 
 
@@ -39,16 +39,13 @@ cdef class Scheduler:
     cdef readonly Limits limits
     cdef bint by_priority
     cdef double ageing_s
-    cdef StepCost cost                    # None: no target
     cdef object clock
 
     # The step being made.
     cdef list scheduled
-    cdef int32_t budget
-    cdef int32_t threshold
+    cdef StepBudget budget
     cdef int64_t join_blocks              # table entries that joining rows may still send
     cdef int32_t num_victims
-    cdef int32_t num_chunks               # running requests with more than one token
     cdef bint is_surveyed                 # by `admission`
 
     cdef int64_t num_arrivals
@@ -72,9 +69,6 @@ cdef class Scheduler:
     cdef int set_aside(self, Request request) except -1
     cdef int call_back(self) except -1
     cdef int leave_aside(self, Request request) except -1
-    cdef int pace(self) except -1
-    cdef int64_t tokens_left(self, Request request) noexcept
-    cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
     cdef int preempt(self, Request victim) except -1
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1

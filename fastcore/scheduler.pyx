@@ -1,7 +1,7 @@
 """The decision of each step: who runs, with how many tokens, on which blocks; and the settling of a step.
 
-Owns queue, running list and rows. `limits` has the numbers, `admission` the gates, `preemption` chooses who
-makes way, `step_cost` how many prompt tokens a step has time for, and `steps_in_flight` what must wait for the
+Owns queue, running list and rows. `limits` has the numbers, `admission` the gates, `step_budget` what is left of
+a step, `preemption` chooses who makes way, and `steps_in_flight` has what must wait for the
 device. The engine's loop is the only caller.
 
 There is no prefill or decode phase: each request catches up from `num_computed_tokens` to the tokens known,
@@ -23,7 +23,7 @@ from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.limits cimport clip_tokens
 from aioengine.fastcore.preemption cimport least_important, victims_for
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
-from aioengine.fastcore.step_cost cimport is_decode
+from aioengine.fastcore.step_budget cimport give, more_tokens
 
 
 @cython.final
@@ -52,16 +52,13 @@ cdef class Scheduler:
             adaptive_long_prefill_threshold=adaptive_long_prefill_threshold, max_in_flight=max_in_flight,
             pool_tokens=pool_tokens,
         )
+        self.budget = StepBudget(self.limits, target_itl_s)
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy={policy!r} must be fcfs or priority")
         if not 0 <= priority_ageing_s < 1e9 or (priority_ageing_s > 0 and policy != "priority"):
             raise ValueError(
                 f"priority_ageing_s={priority_ageing_s} must lie between 0 and 1e9, and be 0 without the "
                 "priority policy"
-            )
-        if not 0 <= target_itl_s < 1e6 or (target_itl_s > 0 and not enable_chunked_prefill):
-            raise ValueError(
-                f"target_itl_s={target_itl_s} must lie between 0 and 1e6, and be 0 without chunked prefill"
             )
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
@@ -76,8 +73,6 @@ cdef class Scheduler:
         self.waiting = WaitQueue(long_prefill_token_threshold if limits_partial else 0)
         self.by_priority = policy == "priority"
         self.ageing_s = priority_ageing_s
-        if target_itl_s > 0:
-            self.cost = StepCost(target_itl_s, max(1, self.limits.max_num_scheduled_tokens // 64))
         self.rows = RowPool(max_num_seqs)
         self.in_flight = StepsInFlight(self.kv, self.rows)
         self.running, self.held, self.expecting = [], [], []
@@ -173,14 +168,11 @@ cdef class Scheduler:
                 f"{len(self.in_flight)} steps are in flight, max_in_flight={self.limits.max_in_flight}"
             )
         self.scheduled = []
-        self.budget = self.limits.max_num_scheduled_tokens
-        self.num_victims = self.num_chunks = 0
+        self.num_victims = 0
         self.kv.step, self.kv.hides_fresh = self.in_flight.last_step + 1, False
-        self.threshold = self.limits.threshold_for(len(self.running) + len(self.waiting) + len(self.held))
-        if self.cost is not None:
-            self.pace()
+        self.budget.begin(self.running, len(self.running) + len(self.waiting) + len(self.held))
         cdef bint may_admit = self.schedule_running()
-        if self.num_chunks > 0:
+        if self.budget.num_chunks > 0:
             self.publish_chunks()
         if may_admit and (len(self.waiting) > 0 or self.expecting):
             self.call_back()
@@ -190,8 +182,8 @@ cdef class Scheduler:
         if not self.scheduled:
             return None
         cdef int64_t step_id = self.in_flight.last_step + 1
-        if self.cost is not None:
-            self.cost.note(step_id, self.scheduled)
+        if self.budget.cost is not None:
+            self.budget.cost.note(step_id, self.scheduled)
         cdef StepPlan plan = self.step_buffer.pack(step_id, self.scheduled, self.rows.take_left())
         cdef Request request
         if plan.num_copies:
@@ -201,24 +193,6 @@ cdef class Scheduler:
         self.in_flight.plans.append(plan)
         return plan
 
-    cdef int pace(self) except -1:
-        """Starts the time budget of a step: what the decodes leave of the target is for prompts.
-
-        Again once victims have left, as if they had never been there: without them, less is spent (INV-31).
-        """
-        cdef int64_t num_decodes = 0
-        cdef int64_t context = 0
-        cdef Request request
-        for request in self.running:
-            if is_decode(request, self.tokens_left(request)):
-                num_decodes += 1
-                context += request.num_computed_tokens + 1
-        self.cost.begin(num_decodes, context, self.limits.max_num_scheduled_tokens - num_decodes)
-        for request in self.scheduled:
-            if request.step_tokens > 0 and not is_decode(request, request.step_tokens):
-                self.cost.spend(request.num_computed_tokens, request.step_tokens)
-        return 0
-
     cdef bint schedule_running(self) except -1:
         """Gives tokens to running requests in order; returns whether others may be admitted (INV-30)."""
         cdef Py_ssize_t at = 0
@@ -226,9 +200,10 @@ cdef class Scheduler:
         cdef Request request
         cdef RoomOutcome outcome
         cdef int32_t num_new, target, num_victims
-        while at < len(self.running) and self.budget > 0:
+        cdef StepBudget budget = self.budget
+        while at < len(self.running) and budget.left > 0:
             request = <Request> self.running[at]
-            num_new = more_tokens(self, request, 0)
+            num_new = more_tokens(budget, request, 0)
             if num_new == 0:
                 at += 1
                 continue
@@ -236,8 +211,8 @@ cdef class Scheduler:
             if target > request.num_blocks * self.kv.block_size:
                 num_victims = self.num_victims
                 outcome = self.make_room(request, target, &at)
-                if self.cost is not None and self.num_victims > num_victims:
-                    self.pace()
+                if budget.cost is not None and self.num_victims > num_victims:
+                    budget.pace(self.running)
                 if outcome == ROOM_GONE:
                     continue
                 if outcome == ROOM_LATER:
@@ -246,7 +221,7 @@ cdef class Scheduler:
                     continue
                 if self.num_victims > num_victims:
                     num_new = self.widen(request, num_new)
-            give(self, request, 0, num_new)
+            give(budget, request, 0, num_new)
             self.scheduled.append(request)
             at += 1
         if self.num_victims:
@@ -260,7 +235,7 @@ cdef class Scheduler:
         it was content with less a moment ago, and a victim has to compute everything again.
         """
         cdef int32_t first = request.num_computed_tokens + request.step_tokens
-        cdef int32_t most = max(num_new, more_tokens(self, request, request.step_tokens))
+        cdef int32_t most = max(num_new, more_tokens(self.budget, request, request.step_tokens))
         while most > num_new and not self.kv.extend(request, first + most, request.num_computed_tokens):
             # One block less of the finest group; the others' blocks are multiples of it.
             most = max(num_new, (first + most - 1) // self.kv.block_size * self.kv.block_size - first)
@@ -271,13 +246,13 @@ cdef class Scheduler:
         cdef int32_t num_new
         cdef Request request
         for request in self.running:
-            if self.budget == 0:
+            if self.budget.left == 0:
                 break
             num_new = self.widen(request, 0)
             if num_new > 0:
                 if request.step_tokens == 0:
                     self.scheduled.append(request)
-                give(self, request, request.step_tokens, num_new)
+                give(self.budget, request, request.step_tokens, num_new)
         return 0
 
     cdef int publish_chunks(self) except -1:
@@ -291,23 +266,6 @@ cdef class Scheduler:
             if request.step_tokens > 1:
                 self.kv.publish_ahead(request)
         return 0
-
-    cdef int64_t tokens_left(self, Request request) noexcept:
-        """Tokens that a running request could compute now: known + in flight - computed (C9)."""
-        cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
-        # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
-        if request.num_in_flight > 0 and (
-            known - request.num_prompt_tokens >= request.max_tokens or known >= self.limits.max_total
-        ):
-            return 0
-        return known - request.num_computed_tokens
-
-    cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept:
-        """Tokens of a request's first chunk, by what is left of this step."""
-        cdef int32_t num_new = clip_tokens(
-            num_left, self.threshold, self.budget, start, self.limits.max_model_len
-        )
-        return num_new if self.cost is None else self.cost.fit(start, num_new)
 
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
         """Gets blocks for a running request, from victims if need be; `at` is its index in `running`."""
@@ -334,7 +292,7 @@ cdef class Scheduler:
         """
         self.num_victims += 1
         self.num_preemptions_total += 1
-        self.budget += victim.step_tokens
+        self.budget.left += victim.step_tokens
         victim.step_tokens = 0
         self.kv.take_back(victim)
         self.kv.release(victim)
@@ -400,13 +358,13 @@ cdef class Scheduler:
         num_left = request.num_tokens - start
         # What else could keep it out must not do so once the victims are gone: it has the tokens left now, and
         # perhaps some of theirs.
-        num_new = self.newcomer_tokens(num_left, start)
-        if num_new < num_left and not self.limits.chunked_prefill or (num_new == 0 and self.budget > 0):
+        num_new = self.budget.newcomer_tokens(num_left, start)
+        if num_new < num_left and not self.limits.chunked_prefill or (num_new == 0 and self.budget.left > 0):
             return False
         if self.admission.is_partial_blocked(num_left, num_new):
             return False
         num_new = clip_tokens(
-            num_left, self.threshold, self.limits.max_num_scheduled_tokens, start, self.limits.max_model_len
+            num_left, self.budget.threshold, self.limits.max_num_scheduled_tokens, start, self.limits.max_model_len
         )
         cdef list victims = victims_for(
             request, num_hits, self.running, self.admission, len(self.running) - self.limits.max_active + 1,
@@ -417,8 +375,8 @@ cdef class Scheduler:
         for victim in victims:
             discard(self.running, victim)
             self.preempt(<Request> victim)
-        if self.cost is not None:
-            self.pace()
+        if self.budget.cost is not None:
+            self.budget.pace(self.running)
         self.num_urgent_preemptions_total += len(victims)
         self.is_surveyed = False
         return True
@@ -436,7 +394,7 @@ cdef class Scheduler:
         cdef AdmitOutcome outcome
         if len(self.running) >= self.limits.max_active:
             return NO_ROOM
-        if self.budget == 0 or self.rows.num_free == 0:
+        if self.budget.left == 0 or self.rows.num_free == 0:
             return NOT_NOW  # a row that was left is fenced by a step in flight
         self.survey()
         num_hits = self.kv.match(request)
@@ -449,7 +407,7 @@ cdef class Scheduler:
     cdef AdmitOutcome try_matched(self, Request request, int32_t num_hits) except *:
         cdef int32_t start = request.num_matched
         cdef int32_t num_left = request.num_tokens - start
-        cdef int32_t num_new = self.newcomer_tokens(num_left, start)
+        cdef int32_t num_new = self.budget.newcomer_tokens(num_left, start)
         cdef int64_t join_blocks = self.kv.groups.entries_for(start + num_new)
         if num_new == 0 or (num_new < num_left and not self.limits.chunked_prefill):
             return NOT_NOW
@@ -462,8 +420,8 @@ cdef class Scheduler:
         if not self.kv.admit(request, num_hits, start + num_new):
             raise AssertionError(f"{request!r} passed the gates, but there are too few blocks")
         self.join_blocks -= join_blocks
-        if self.cost is not None:
-            self.cost.spend(start, num_new)
+        if self.budget.cost is not None:
+            self.budget.cost.spend(start, num_new)
         self.admit(request, num_new)
         self.admission.count(request)
         return ADMITTED
@@ -482,7 +440,7 @@ cdef class Scheduler:
                 self.prefix_hit_tokens += request.num_computed_tokens
         request.state = RUNNING
         request.step_tokens = num_new
-        self.budget -= num_new
+        self.budget.left -= num_new
         self.running.append(request)
         self.scheduled.append(request)
         self.kv.publish_ahead(request)  # from now on this step preempts nobody
@@ -539,8 +497,8 @@ cdef class Scheduler:
 
     def observe_step(self, StepPlan plan not None, double seconds):
         """Says how long a step took, from the settlement before it to its own."""
-        if self.cost is not None:
-            self.cost.observe(plan.step_id, seconds)
+        if self.budget.cost is not None:
+            self.budget.cost.observe(plan.step_id, seconds)
 
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
@@ -603,7 +561,7 @@ cdef class Scheduler:
 
     def step_cost_stats(self):
         """What was learned about the time of steps; None without a target."""
-        return None if self.cost is None else self.cost.stats()
+        return None if self.budget.cost is None else self.budget.cost.stats()
 
     @property
     def max_num_seqs(self):
@@ -680,27 +638,6 @@ cdef class Scheduler:
             assert (<Siblings> siblings).aside, "siblings are expected of whom none was set aside"
             for request in (<Siblings> siblings).aside:
                 assert request.state == HELD and request.siblings is siblings, repr(request)
-
-
-cdef inline int32_t more_tokens(Scheduler self, Request request, int32_t had) noexcept:
-    """Tokens that a running request gets beside those that it has in this step, by what is left of it."""
-    cdef int32_t num_new = clip_tokens(
-        self.tokens_left(request), self.threshold, self.budget + had, request.num_computed_tokens,
-        self.limits.max_model_len,
-    )
-    if self.cost is None or is_decode(request, num_new):
-        return num_new - had
-    return self.cost.fit(request.num_computed_tokens + had, num_new - had)
-
-
-cdef inline int give(Scheduler self, Request request, int32_t had, int32_t num_new) noexcept:
-    """Books tokens of this step for a running request that has the blocks for them."""
-    if self.cost is not None and not is_decode(request, had + num_new):
-        self.cost.spend(request.num_computed_tokens + had, num_new)
-    request.step_tokens = had + num_new
-    self.budget -= num_new
-    self.num_chunks += had + num_new > 1
-    return 0
 
 
 cdef inline bint is_scheduled(object request) noexcept:

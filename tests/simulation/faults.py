@@ -89,7 +89,9 @@ FAULTS = (
         "return self.num_victims == 0 and not waits",
         "return not waits",
     ),
-    Fault("keep the budget of a victim", "fastcore/scheduler.pyx", "        self.budget += victim.step_tokens\n", ""),
+    Fault(
+        "keep the budget of a victim", "fastcore/scheduler.pyx", "        self.budget.left += victim.step_tokens\n", ""
+    ),
     Fault(
         "keep the computed tokens of a victim", "fastcore/scheduler.pyx", "        victim.num_computed_tokens = 0\n", ""
     ),
@@ -145,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "one token more than asked for",
-        "fastcore/scheduler.pyx",
+        "fastcore/step_budget.pxd",
         "known - request.num_prompt_tokens >= request.max_tokens",
         "known - request.num_prompt_tokens > request.max_tokens",
     ),

@@ -92,7 +92,7 @@ def try_fault(fault: Fault, snapshot: Snapshot) -> tuple[str, str]:
     copy = snapshot.folder / "faulty" / "aioengine"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(snapshot.package, copy)
-    is_compiled = fault.path.endswith(".pyx")
+    is_compiled = fault.path.startswith("fastcore/")
     source = (snapshot.sources / "aioengine" if is_compiled else copy.parent) / fault.path
     text = source.read_text(encoding="utf-8")
     if text.count(fault.right) != 1:
@@ -100,10 +100,19 @@ def try_fault(fault: Fault, snapshot: Snapshot) -> tuple[str, str]:
     source.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
     if is_compiled:
         try:
-            compile_module(source, snapshot, copy / "fastcore")
+            for module in modules_with(source):
+                compile_module(module, snapshot, copy / "fastcore")
         finally:
             source.write_text(text, encoding="utf-8")
     return run_seeds(copy.parent, snapshot.simulation)
+
+
+def modules_with(source: Path) -> list[Path]:
+    """The sources of the modules that hold what a file says: itself, or all that inline what a .pxd defines."""
+    if source.suffix == ".pyx":
+        return [source]
+    taken = f"from aioengine.fastcore.{source.stem} cimport"
+    return [p for p in source.parent.glob("*.pyx") if p.stem == source.stem or taken in p.read_text(encoding="utf-8")]
 
 
 def compile_module(source: Path, snapshot: Snapshot, target: Path) -> None:
