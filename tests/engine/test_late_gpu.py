@@ -151,6 +151,26 @@ async def test_stops_learned_late_and_aborts_disturb_nobody(
     assert served.scheduler.num_free_blocks == 59
 
 
+async def test_a_row_is_left_before_the_next_request_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """INV-37, INV-40: the step in which both happens is sampled by the settings of the one that came."""
+    gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE)
+    scheduler = Scheduler(
+        num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=96
+    )
+    runner = gpu.runner(vocab_size=VOCAB, max_num_seqs=1, max_in_flight=1)
+    left, came = request_of("left", [1, 2, 3], 8), request_of("came", [4, 5], 8)
+    async with driven(gpu):
+        for request in (left, came):
+            scheduler.add(request)
+            plan = scheduler.schedule()
+            assert plan is not None and (plan.left_rows, plan.joined) == ([0] if request is came else [], [request])
+            scheduler.update(plan, (await runner.launch(plan)).token_ids)
+            assert runner._sampler._plans == {0: request.sampling}
+            scheduler.abort(left)
+        await runner.close()
+    assert came.output_ids_from(0) == expected_tokens([4, 5], 1)
+
+
 async def test_a_device_that_fails_fails_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = LateGpu(monkeypatch, 60, BLOCK_SIZE, delay=2)
     served = Served(gpu, 60, 2)
