@@ -169,6 +169,12 @@ class RuntimeConfig:
     completion_poll_us: int = option(
         300, "On a GPU, ask for a step's end in every turn of the loop while it is due within this time; 0 only sleeps."
     )
+    determinism: Literal["none", "offline", "batch-invariant"] = option(
+        "none",
+        "What the operator promises, and requests may demand: offline, that the same calls give the same steps and "
+        "answers (aioengine generate, programs); batch-invariant, that greedy and seeded answers do not depend on what "
+        "else runs. On a CPU only.",
+    )
     log_stats_interval_s: float = option(10.0, "Seconds between log lines about queues and cache; 0 for none.")
 
 
@@ -366,6 +372,7 @@ class ResolvedConfig:
     graph_sizes: tuple[int, ...] | None
     """Tokens that steps are padded to, ascending; None leaves the choice to the device."""
     completion_poll_us: int
+    determinism: Literal["none", "offline", "batch-invariant"]
 
 
 def usable_cores() -> int:
@@ -424,6 +431,7 @@ def resolve(
             f"priority_ageing_s={config.scheduler.priority_ageing_s} needs --scheduling-policy priority",
             param="priority_ageing_s",
         )
+    _check_determinism(config, device)
     scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
     level, graph_capture, graph_sizes = _graphs(config.runtime)
@@ -446,7 +454,32 @@ def resolve(
         graph_capture=graph_capture,
         graph_sizes=graph_sizes,
         completion_poll_us=config.runtime.completion_poll_us,
+        determinism=config.runtime.determinism,
     )
+
+
+def _check_determinism(config: EngineConfig, device: str) -> None:
+    """Refuses to promise what the device or other options would break."""
+    mode = config.runtime.determinism
+    if mode != "none" and device == "cuda":
+        reason = (
+            "matrix products and attention there sum in an order that depends on the number of rows"
+            if mode == "batch-invariant"
+            else "which graphs and kernels a step runs there depends on time, and on them the last bits of its results"
+        )
+        raise InvalidConfig(
+            f"determinism={mode} is not available on a GPU: {reason}; use --device cpu or leave it out",
+            param="determinism",
+        )
+    if mode == "offline":
+        for name in ("priority_ageing_s", "target_itl_ms"):
+            value = getattr(config.scheduler, name)
+            if value:
+                raise InvalidConfig(
+                    f"{name}={value} makes steps depend on the clock, and determinism=offline promises that they do "
+                    "not; leave one of them out",
+                    param=name,
+                )
 
 
 def _inner_limits(

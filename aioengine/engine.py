@@ -13,21 +13,23 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.cache_admin import CacheAdmin
 from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
+from aioengine.determinism import DECLARED, check_demand
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
-from aioengine.intake import ChatOptions, Intake
+from aioengine.intake import ChatOptions, Intake, PreparedRequest
 from aioengine.kv_events import KVEvents
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
 from aioengine.outputs import RequestStream
 from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
-from aioengine.types import Prompt, RequestOutput, SamplingParams
+from aioengine.types import Determinism, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from aioengine.fastcore.step_buffer import StepPlan
@@ -48,6 +50,16 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What comes with a prompt beside sampling and chat options; see `AsyncEngine.submit()`."""
+
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
+    determinism: str | None
 
 
 class AsyncEngine:
@@ -81,6 +93,8 @@ class AsyncEngine:
         self._closing: asyncio.Task[None] | None = None
         self._steps_task: asyncio.Task[None] | None = None
         self._log_task: asyncio.Task[None] | None = None
+        self._one_call: asyncio.Lock | None = None
+        """Offline, calls are queued one after the other."""
 
     # ---- life of the engine -----------------------------------------------------------------------------
 
@@ -132,7 +146,12 @@ class AsyncEngine:
         max_in_flight = 2 if resolved.async_scheduling else 1
         seeds = random.Random(config.model.seed)
         kv_groups = parts.runner.memory.layout.scheduler_groups
+        self._one_call = asyncio.Lock() if resolved.determinism == "offline" else None
         reuses_partial_blocks = config.cache.enable_partial_block_reuse
+        if reuses_partial_blocks and self._one_call is not None:
+            # Which of many candidates are compared depends on a secret of the process.
+            logger.info("prefixes are reused by whole blocks, so that every process does the same (determinism)")
+            reuses_partial_blocks = False
         if reuses_partial_blocks and len(kv_groups) > 1:
             logger.info("prefixes are reused by whole blocks: layers with a window give back what lies between")
             reuses_partial_blocks = False
@@ -259,6 +278,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -272,6 +292,8 @@ class AsyncEngine:
             request_id: a label for logs and `abort()`; need not be unique.
             priority: smaller is more important; only under the priority policy.
             cache_salt: requests with different salts share no cached KV.
+            determinism: refuse the request unless the operator has declared this (`engine.determinism`): offline
+                or batch-invariant, which is enough for both.
 
         Returns:
             An async iterator of `RequestOutput`; closing it aborts the request.
@@ -280,26 +302,99 @@ class AsyncEngine:
             InvalidRequest, ContextLengthExceeded: the request is at fault; nothing was allocated.
             QueueFull, EngineClosed, EngineDead: the engine cannot take it now, or ever.
         """
-        self._check_accepting()
-        arrived_s = time.monotonic()
         chat = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+        about = RequestOptions(request_id, priority, cache_salt, determinism)
+        async with self._turn():
+            self._check_accepting()
+            arrived_s = time.monotonic()
+            return self._queue(await self._prepare(prompt, params, about, chat), about, arrived_s)
+
+    async def submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        determinism: str | None = None,
+        **chat: Any,
+    ) -> list[RequestStream | EngineError]:
+        """Queues many requests together: in order, and all before the next step is made.
+
+        Args:
+            prompts: as in `submit()`, whose options this takes, for all of them.
+            params: for all, or one for each.
+
+        Returns:
+            The stream of each prompt, or why it was refused; the others are queued all the same.
+
+        Raises:
+            InvalidRequest: there are not as many params as prompts.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts and {len(each)} params; give one for each", param="params")
+        about, options = RequestOptions(request_id, priority, cache_salt, determinism), ChatOptions(**chat)
+
+        async def prepare(prompt: Prompt, params: SamplingParams | None) -> PreparedRequest | EngineError:
+            try:
+                return await self._prepare(prompt, params, about, options)
+            except EngineError as error:
+                return error
+
+        async with self._turn():
+            self._check_accepting()
+            arrived_s = time.monotonic()
+            prepared = await asyncio.gather(*map(prepare, prompts, each))
+            self._check_accepting()
+            found: list[RequestStream | EngineError] = []
+            for one in prepared:
+                try:
+                    found.append(one if isinstance(one, EngineError) else self._queue(one, about, arrived_s))
+                except EngineError as error:
+                    found.append(error)
+            return found
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Offline, a call is queued when the engine has done with the one before; else nobody waits."""
+        if self._one_call is None:
+            yield
+            return
+        async with self._one_call:
+            await self._steps.wait_idle()
+            yield
+
+    async def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None, about: RequestOptions, chat: ChatOptions
+    ) -> PreparedRequest:
         try:
-            self._check_options(request_id, priority, cache_salt)
+            self._check_options(about)
             if params is not None and not isinstance(params, SamplingParams):
                 raise InvalidRequest(f"params must be SamplingParams, got {type(params).__name__}", param="params")
-            prepared = await self._intake.prepare(prompt, params or self.sampling_params(), chat)
+            params = params or self.sampling_params()
+            check_demand(about.determinism, self.determinism, params)
+            return await self._intake.prepare(prompt, params, chat)
+        except EngineError:
+            self._metrics.requests_rejected += 1
+            raise
+
+    def _queue(self, prepared: PreparedRequest, about: RequestOptions, arrived_s: float) -> RequestStream:
+        try:
             self._check_accepting()  # the engine may have been closed while the prompt was tokenized
             self._check_queue(len(prepared.plans))
             stream = self._live.add(
                 prepared,
-                request_id or f"req-{uuid.uuid4().hex}",
-                priority=priority,
-                cache_salt=cache_salt,
+                about.request_id or f"req-{uuid.uuid4().hex}",
+                priority=about.priority,
+                cache_salt=about.cache_salt,
                 arrived_s=arrived_s,
             )
         except EngineError:
@@ -371,18 +466,19 @@ class AsyncEngine:
 
     async def _prewarm(self, token_ids: list[int], cache_salt: str | None) -> None:
         """Computes a prompt for the cache alone, behind all others that wait."""
-        self._check_accepting()
-        self._check_queue(1)
-        prepared = await self._intake.prepare(token_ids, SamplingParams(max_tokens=0), ChatOptions())
         by_priority = self.config.scheduler.scheduling_policy == "priority"
-        stream = self._live.add(
-            prepared,
-            f"prewarm-{uuid.uuid4().hex}",
-            priority=2**31 - 1 if by_priority else 0,
-            cache_salt=cache_salt,
-            arrived_s=time.monotonic(),
-            prewarms=True,
-        )
+        async with self._turn():
+            self._check_accepting()
+            self._check_queue(1)
+            prepared = await self._intake.prepare(token_ids, SamplingParams(max_tokens=0), ChatOptions())
+            stream = self._live.add(
+                prepared,
+                f"prewarm-{uuid.uuid4().hex}",
+                priority=2**31 - 1 if by_priority else 0,
+                cache_salt=cache_salt,
+                arrived_s=time.monotonic(),
+                prewarms=True,
+            )
         self._lag.start()
         self._steps.wake()
         try:
@@ -397,6 +493,16 @@ class AsyncEngine:
     def resolved(self) -> ResolvedConfig:
         """The concrete numbers the engine runs with."""
         return self._loaded.resolved
+
+    @property
+    def determinism(self) -> Determinism:
+        """What the operator has declared about answers; unavailable unless `determinism` was set."""
+        return DECLARED[self._loaded.resolved.determinism]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with what results depend on: version, weights, types, device, determinism."""
+        return self._loaded.fingerprint
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -488,9 +594,10 @@ class AsyncEngine:
         if self._state != "ready":
             raise EngineClosed(f"the engine takes no requests: it is {self._state}")
 
-    def _check_options(self, request_id: str | None, priority: int, cache_salt: str | None) -> None:
+    def _check_options(self, about: RequestOptions) -> None:
         """What else comes with a prompt; typed, but callers over the wire may pass anything."""
-        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+        priority = about.priority
+        for name, text in (("request_id", about.request_id), ("cache_salt", about.cache_salt)):
             if text is not None and not isinstance(text, str):
                 raise InvalidRequest(f"{name} must be text, got {text!r}", param=name)
         if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**31) <= priority < 2**31:

@@ -92,9 +92,10 @@ class Intake:
             InvalidRequest: a field is wrong; the message says which, what was given and what is allowed.
             ContextLengthExceeded: the prompt, or prompt plus max_tokens, does not fit the context window.
         """
+        seed = self._next_seed()  # before anything is awaited: by the order of arrival, not by that of tokenization
         token_ids, packed = await self._render(prompt, chat)
         max_tokens = self._fit(len(token_ids), params)
-        plans = await self._compile(params)
+        plans = await self._compile(params, seed)
         return PreparedRequest(
             prompt_token_ids=token_ids, packed_token_ids=packed, params=params, max_tokens=max_tokens, plans=plans
         )
@@ -172,9 +173,7 @@ class Intake:
             param="prompt",
         )
 
-    async def _compile(self, params: SamplingParams) -> tuple[SamplingPlan, ...]:
-        fallback_seed = self._next_seed()
-
+    async def _compile(self, params: SamplingParams, fallback_seed: int) -> tuple[SamplingPlan, ...]:
         def run() -> tuple[SamplingPlan, ...]:
             return tuple(
                 compile_sampling(params, self._tokenizer, self._vocab_size, self._eos_token_ids, index, fallback_seed)

@@ -80,6 +80,8 @@ class StepLoop:
         self._yielded_s = -math.inf
         self._num_held = 0
         self._stopping = False
+        self._rests = asyncio.Event()
+        self._has_ended = False
         self.num_steps = 0
         self.last_progress_s = self._clock()
 
@@ -97,8 +99,21 @@ class StepLoop:
         self._stopping = True
         self._bell.set()
 
+    async def wait_idle(self) -> None:
+        """Until there is neither a step in flight nor a request to run, or the loop has ended."""
+        while not (self.is_idle or self._has_ended):
+            self._rests.clear()
+            await self._rests.wait()
+
     async def run(self) -> None:
         """The loop. Returns after `stop()`; raises what the device raised."""
+        try:
+            await self._run()
+        finally:
+            self._has_ended = True
+            self._rests.set()
+
+    async def _run(self) -> None:
         while True:
             self._bell.clear()
             plan = None
@@ -111,6 +126,7 @@ class StepLoop:
             elif not self._in_flight:
                 if self._stopping:
                     return
+                self._rests.set()
                 await self._rest()
                 self.last_progress_s = self._clock()
                 continue

@@ -100,6 +100,10 @@ class RawTensor:
             return self._data
         return self._data.reshape(self.shape[0], -1)[self._row_order].reshape(-1)
 
+    def ends(self, count: int) -> bytes:
+        """The first and the last bytes as they are stored, `count` of each."""
+        return self._data[:count].tobytes() + self._data[-count:].tobytes()
+
     def dequantize(self) -> NDArray[np.float32]:
         """The values as float32 in the tensor's shape; shares the file's memory if the kind is F32."""
         data = self.data

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 from aioengine.chat import compile_template
 from aioengine.checkpoint import Checkpoint, ModelSpec, open_checkpoint
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
+from aioengine.determinism import fingerprint
 from aioengine.errors import EngineClosed, InvalidConfig, ModelLoadError
+from aioengine.fastcore import native
 from aioengine.model_source import resolve_model
 from aioengine.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,6 +67,8 @@ class Parts:
     runner: Runner
     num_blocks: int
     timings: Timings
+    fingerprint: str = ""
+    """Changes with everything that results depend on."""
 
 
 LoadParts = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Parts]
@@ -199,6 +203,8 @@ def load_parts(
     except BaseException:
         device.close()
         raise
+    is_dummy = config.model.load_format == "dummy" or checkpoint.files.format == "shape"
+    isa = native.isa() if resolved.device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return Parts(
         spec=checkpoint.config,
         resolved=resolved,
@@ -210,6 +216,7 @@ def load_parts(
         runner=runner,
         num_blocks=runner.memory.num_blocks,
         timings=timings,
+        fingerprint=fingerprint(checkpoint, resolved, isa, config.model.seed if is_dummy else None),
     )
 
 

@@ -253,6 +253,14 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Determinism:
+    """What the operator of an engine promises about its answers (`--determinism`)."""
+
+    level: Literal["unavailable", "offline", "batch-invariant"]
+    reason: str
+
+
 CacheStatus = Literal["exact", "degraded", "refused"]
 """exact: done as asked; degraded: done, but more or less than was named, see the reason; refused: nothing was done."""
 

@@ -39,8 +39,9 @@ class Chat:
         check_neutral(fields)
         check_prompt_logprobs(fields)
         options = check_stream_options(fields)
+        name, fingerprint = self._engine.model.name, self._engine.fingerprint
         if fields.stream:
-            head = response_head("chatcmpl", "chat.completion.chunk", self._engine.model.name)
+            head = response_head("chatcmpl", "chat.completion.chunk", name, fingerprint)
             frame = ChunkFrame(head, include_usage=bool(options.include_usage))
             return EventStream(
                 await self._submit(fields, str(head["id"])),
@@ -52,7 +53,7 @@ class Chat:
                     has_running_usage=bool(options.continuous_usage_stats),
                 ),
             )
-        head = response_head("chatcmpl", "chat.completion", self._engine.model.name)
+        head = response_head("chatcmpl", "chat.completion", name, fingerprint)
         return json_response(await unless_disconnected(request, self._whole(fields, head)))
 
     async def _submit(self, fields: ChatRequest, request_id: str) -> Submission:
@@ -66,6 +67,7 @@ class Chat:
             request_id=request_id,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
+            determinism=fields.determinism,
             **chat_options(fields),
         )
 

@@ -48,7 +48,7 @@ class Completions:
         options = check_stream_options(fields)
         prompts = _prompts(fields)
         params = self._params(fields, len(prompts))
-        head = response_head("cmpl", "text_completion", self._engine.model.name)
+        head = response_head("cmpl", "text_completion", self._engine.model.name, self._engine.fingerprint)
         if not fields.stream:
             return json_response(await unless_disconnected(request, self._whole(fields, prompts, params, head)))
         answer = Answer(fields, params, await self._echoed(fields, prompts), self._engine.tokenizer)
@@ -92,6 +92,7 @@ class Completions:
             request_id=str(head["id"]),
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
+            determinism=fields.determinism,
         )
 
     async def _whole(

@@ -11,14 +11,14 @@ from aioengine.types import Usage
 VERSION = version("aioengine")
 
 
-def response_head(prefix: str, object_name: str, model_name: str) -> dict[str, object]:
-    """The fields before `choices`, with a fresh id."""
+def response_head(prefix: str, object_name: str, model_name: str, fingerprint: str) -> dict[str, object]:
+    """The fields before `choices`, with a fresh id; `fingerprint` is the engine's."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": object_name,
         "created": int(time.time()),
         "model": model_name,
-        "system_fingerprint": f"aioengine-{VERSION}",
+        "system_fingerprint": f"aioengine-{VERSION}-{fingerprint}",
     }
 
 

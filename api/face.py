@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from aioengine.types import CacheReply, CacheStats, Prompt, RequestOutput, SamplingParams
+from aioengine.errors import EngineError
+from aioengine.types import CacheReply, CacheStats, Determinism, Prompt, RequestOutput, SamplingParams
 
 
 class Tokenizer(Protocol):
@@ -91,6 +92,12 @@ class Engine(Protocol):
     def kv_events(self) -> KVEvents | None: ...
 
     @property
+    def determinism(self) -> Determinism: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
     def model(self) -> ModelInfo: ...
 
     @property
@@ -115,11 +122,16 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Stream: ...
+
+    async def submit_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Sequence[Stream | EngineError]: ...
 
     async def render(
         self,

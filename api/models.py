@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import orjson
@@ -40,4 +41,5 @@ class Models:
             "owned_by": "aioengine",
             "max_model_len": model.max_model_len,
             "default_sampling": dict(self._engine.default_sampling),
+            "determinism": dataclasses.asdict(self._engine.determinism),
         }

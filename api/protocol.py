@@ -65,6 +65,7 @@ class GenerationFields(Fields, kw_only=True):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    determinism: str | None = None
     user: str | None = None
 
 

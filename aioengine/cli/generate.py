@@ -1,7 +1,8 @@
 """`aioengine generate`: one prompt streamed to the terminal, or many prompts as JSON lines.
 
 All lines of a file are read and checked before the model is loaded. Prompts run concurrently, as many as
-`WINDOW` at once; results are written in the order of the prompts. A prompt that fails gives a line with
+`WINDOW` at once, or all of them where the engine is to be deterministic offline; results are written in the order of
+the prompts. A prompt that fails gives a line with
 `error` and does not stop the others; the exit code is then 1.
 """
 
@@ -25,7 +26,7 @@ from aioengine.errors import EngineError, InvalidConfig
 from aioengine.types import PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
-    from aioengine.api.face import Engine
+    from aioengine.api.face import Engine, Stream
 
 WINDOW = 1024
 """Prompts in the engine at once; the engine itself decides how many of them run."""
@@ -188,9 +189,11 @@ async def stream_text(engine: Engine, job: Job, overrides: Mapping[str, object],
         write("".join(f"[{i}] {text}\n" for i, text in enumerate(texts)))
 
 
-async def outputs_of(engine: Engine, job: Job, params: SamplingParams) -> AsyncIterator[RequestOutput]:
-    """The outputs of one job; leaving early ends the request."""
-    stream = await engine.submit(job.prompt, params)
+async def outputs_of(
+    engine: Engine, job: Job, params: SamplingParams, queued: Stream | None = None
+) -> AsyncIterator[RequestOutput]:
+    """The outputs of one job, which may have been queued before; leaving early ends the request."""
+    stream = await engine.submit(job.prompt, params) if queued is None else queued
     try:
         async for output in stream:
             yield output
@@ -200,14 +203,15 @@ async def outputs_of(engine: Engine, job: Job, params: SamplingParams) -> AsyncI
 
 async def answer_all(engine: Engine, jobs: Iterable[Job], overrides: Mapping[str, object], write: Write) -> int:
     """Answers every job and writes one JSON line per choice, in order; returns how many jobs failed."""
+    if engine.determinism.level == "offline":
+        return await _answer_together(engine, list(jobs), overrides, write)
     num_failed = 0
     running: deque[asyncio.Task[list[dict[str, object]]]] = deque()
 
     async def finish_first() -> int:
         lines = await running[0]
         running.popleft()
-        write(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
-        return "error" in lines[0]
+        return _write_lines(lines, write)
 
     try:
         for job in jobs:
@@ -223,12 +227,52 @@ async def answer_all(engine: Engine, jobs: Iterable[Job], overrides: Mapping[str
     return num_failed
 
 
-async def _answer(engine: Engine, job: Job, overrides: Mapping[str, object]) -> list[dict[str, object]]:
+async def _answer_together(engine: Engine, jobs: list[Job], overrides: Mapping[str, object], write: Write) -> int:
+    """As `answer_all`, with every job queued before the first one runs: so each run takes the same steps."""
+    queued = await _queue_all(engine, jobs, overrides)
+    num_failed = num_read = 0
+    try:
+        for job, one in zip(jobs, queued, strict=True):
+            num_read += 1
+            num_failed += _write_lines(await _answer(engine, job, overrides, one), write)
+    finally:
+        for one in queued[num_read:]:
+            if not isinstance(one, EngineError):
+                await one.abort()
+    return num_failed
+
+
+def _write_lines(lines: list[dict[str, object]], write: Write) -> bool:
+    """Writes the lines of a job; returns whether it failed."""
+    write(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    return "error" in lines[0]
+
+
+async def _queue_all(engine: Engine, jobs: list[Job], overrides: Mapping[str, object]) -> list[Stream | EngineError]:
+    """The stream of each job, or why it was refused."""
+    found: dict[int, Stream | EngineError] = {}
+    params: dict[int, SamplingParams] = {}
+    for i, job in enumerate(jobs):
+        try:
+            params[i] = engine.sampling_params(**{**overrides, **job.sampling})
+        except EngineError as error:
+            found[i] = error
+    queued = await engine.submit_all([jobs[i].prompt for i in params], list(params.values()))
+    found |= zip(params, queued, strict=True)
+    return [found[i] for i in range(len(jobs))]
+
+
+async def _answer(
+    engine: Engine, job: Job, overrides: Mapping[str, object], queued: Stream | EngineError | None = None
+) -> list[dict[str, object]]:
+    """The lines of one job, which is submitted now unless it was `queued` before."""
     head: dict[str, object] = {"index": job.index} if job.id is None else {"index": job.index, "id": job.id}
     try:
         params = engine.sampling_params(**{**overrides, **job.sampling})
         results = [_Result() for _ in range(params.n)]
-        async with aclosing(outputs_of(engine, job, params)) as outputs:  # type: ignore[type-var]
+        if isinstance(queued, EngineError):
+            raise queued
+        async with aclosing(outputs_of(engine, job, params, queued)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 results[output.index].add(output)
     except EngineError as error:

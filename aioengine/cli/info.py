@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import math
 import platform
@@ -22,6 +23,7 @@ from aioengine.checkpoint import Checkpoint, load_checkpoint
 from aioengine.cli.flags import engine_config
 from aioengine.cli.startup_report import aligned, mebibytes
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
+from aioengine.determinism import DECLARED
 from aioengine.device import available_memory_bytes, cpu_num_blocks, processor_name
 from aioengine.fastcore import native
 from aioengine.kv_layout import layout_of
@@ -130,6 +132,7 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
+        "determinism": dataclasses.asdict(DECLARED[resolved.determinism]),
     }
 
 
@@ -163,5 +166,6 @@ def shown_facts(facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, object]
             "KV tokens that fit": fits,
             "context": f"{run['max_model_len']} tokens per request",
             "batch": f"{run['max_num_seqs']} requests, {run['max_num_batched_tokens']} tokens per step",
+            "determinism": "{level} ({reason})".format(**run["determinism"]),
         },
     }

@@ -15,6 +15,7 @@ from aioengine.cli.flags import engine_config, server_config
 from aioengine.cli.startup_report import startup_report
 from aioengine.config import EngineConfig, ServerConfig
 from aioengine.engine import AsyncEngine
+from aioengine.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,12 @@ async def run(args: argparse.Namespace) -> int:
     imports_s = time.perf_counter() - args.begun_s
     engine_options, server_options = engine_config(args), server_config(args)
     server_options.effective_admin_key()  # a missing key costs no loading
+    if engine_options.runtime.determinism == "offline":
+        raise InvalidConfig(
+            "determinism=offline is for aioengine generate and for programs: when requests arrive over HTTP depends on "
+            "time; serve with --determinism batch-invariant",
+            param="determinism",
+        )
     level = "debug" if args.debug else server_options.log_level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     with listen(server_options.host, server_options.port) as sock:

@@ -29,6 +29,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
         "weights": mebibytes(memory.weights_bytes),
         "batch": f"{resolved.max_num_seqs} requests, {resolved.max_num_batched_tokens} tokens per step",
         "sampling": sampling_line(engine),
+        "determinism": f"{engine.determinism.level} ({engine.determinism.reason})",
         "API key": "required" if config.effective_api_key() else "not required",
         "admin routes": "on" if config.effective_admin_key() else "off",
         "ready in": f"{sum(stages.values()):.2f} s ({', '.join(f'{k} {v:.2f}' for k, v in stages.items())})",

@@ -14,7 +14,15 @@ from types import TracebackType
 
 from aioengine.chat import normalize_messages
 from aioengine.config import EngineConfig, resolve
-from aioengine.errors import ContextLengthExceeded, EngineClosed, EngineDead, InvalidRequest, QueueFull
+from aioengine.determinism import DECLARED, check_demand
+from aioengine.errors import (
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    QueueFull,
+)
 from aioengine.types import (
     FinishReason,
     PositionLogprobs,
@@ -187,10 +195,14 @@ class FakeEngine:
         self.model = FakeModelInfo()
         self.tokenizer: FakeTokenizer = FakeTokenizer()
         self.default_sampling: Mapping[str, object] = defaults
+        self.determinism = DECLARED["none"]
+        self.fingerprint = "0123456789ab"
         self.state = "ready"
         self.num_cached_tokens = 0
         self.max_waiting: int | None = None
         self.submitted: list[FakeStream] = []
+        self.num_together: list[int] = []
+        """How many prompts each `submit_all` brought."""
         self.options: list[dict[str, object]] = []
         self.live: set[FakeStream] = set()
         self.fail_after: int | None = None
@@ -291,6 +303,7 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -312,6 +325,7 @@ class FakeEngine:
         }
         ids = await self.render(prompt, **chat)  # type: ignore[arg-type]
         params = params or self.sampling_params()
+        check_demand(determinism, self.determinism, params)
         if len(ids) + (params.max_tokens or 1) > self.model.max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {len(ids)} tokens, max_model_len is {self.model.max_model_len}",
@@ -325,6 +339,18 @@ class FakeEngine:
         self.live.add(stream)
         self.notify()
         return stream
+
+    async def submit_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[FakeStream | EngineError]:
+        found: list[FakeStream | EngineError] = []
+        for prompt, its_params in zip(prompts, params, strict=True):
+            try:
+                found.append(await self.submit(prompt, its_params))
+            except EngineError as error:
+                found.append(error)
+        self.num_together.append(len(found))
+        return found
 
     async def render(
         self,

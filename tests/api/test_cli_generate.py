@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aioengine.cli.generate import Job, answer_all, as_chat, read_jobs, stream_text
+from aioengine.determinism import DECLARED
 from aioengine.errors import EngineDead, InvalidConfig, InvalidRequest
 from tests.api.fake_engine import EOS, FakeEngine, assert_all_settled
 
@@ -120,8 +121,22 @@ async def test_no_more_than_the_window_is_in_the_engine(monkeypatch: pytest.Monk
     assert (len(lines), num_failed) == (20, 0)
 
 
-async def test_cancelling_aborts_everything() -> None:
+async def test_offline_all_prompts_are_queued_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.cli.generate.WINDOW", 2)
     engine = FakeEngine()
+    engine.determinism = DECLARED["offline"]
+    jobs = [Job(0, "x"), Job(1, "", id="bad"), Job(2, "y", {"top_p": 0.5}), Job(3, "z", {"top_p": 7}), Job(4, "w")]
+    lines, num_failed = await lines_of(engine, jobs, temperature=0.1)
+    assert engine.num_together == [4] and num_failed == 2
+    assert [line.get("text") for line in lines] == [" one two three", None, " one two three", None, " one two three"]
+    assert (lines[1]["id"], lines[1]["param"], lines[3]["param"]) == ("bad", "prompt", "top_p")
+    assert [(s.params.temperature, s.params.top_p) for s in engine.submitted] == [(0.1, 1.0), (0.1, 0.5), (0.1, 1.0)]
+
+
+@pytest.mark.parametrize("mode", ["none", "offline"])
+async def test_cancelling_aborts_everything(mode: str) -> None:
+    engine = FakeEngine()
+    engine.determinism = DECLARED[mode]
     engine.hold()
     jobs = [Job(i, str(i)) for i in range(4)]
     task = asyncio.create_task(answer_all(engine, jobs, {}, lambda _: None))

@@ -89,6 +89,7 @@ def test_the_report_says_what_runs_where() -> None:
         "batch": "64 requests, 512 tokens per step",
         "sampling": "temperature=0.2, top_p=1.0, top_k=7, min_p=0.0, repetition_penalty=1.0 "
         "(temperature, top_k from the model)",
+        "determinism": "unavailable (the operator has declared nothing)",
         "API key": "required",
         "admin routes": "off",
         "ready in": "2.00 s (imports 1.25, locate 0.25, weights 0.50)",

@@ -45,6 +45,7 @@ async def test_models_show_the_name_the_limit_and_the_defaults(make_client: Make
         "owned_by": "aioengine",
         "max_model_len": 4096,
         "default_sampling": {"temperature": 0.2},
+        "determinism": {"level": "unavailable", "reason": "the operator has declared nothing"},
     }
     assert (await client.get("/v1/models/fake")).json()["id"] == "fake"
     response = await client.get("/v1/models/org/other")
