@@ -18,12 +18,12 @@ cdef class StepBudget:
     cdef int32_t newcomer_tokens(self, int32_t num_left, int32_t start) noexcept
 
 
-cdef inline int64_t tokens_left(Limits limits, Request request) noexcept:
+cdef inline int64_t tokens_left(StepBudget self, Request request) noexcept:
     """Tokens that a running request could compute now: known + in flight - computed (C9)."""
     cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
     # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
     if request.num_in_flight > 0 and (
-        known - request.num_prompt_tokens >= request.max_tokens or known >= limits.max_total
+        known - request.num_prompt_tokens >= request.max_tokens or known >= self.limits.max_total
     ):
         return 0
     return known - request.num_computed_tokens
@@ -32,7 +32,7 @@ cdef inline int64_t tokens_left(Limits limits, Request request) noexcept:
 cdef inline int32_t more_tokens(StepBudget self, Request request, int32_t had) noexcept:
     """Tokens that a running request gets beside those that it has in this step, by what is left of it."""
     cdef int32_t num_new = clip_tokens(
-        tokens_left(self.limits, request), self.threshold, self.left + had, request.num_computed_tokens,
+        tokens_left(self, request), self.threshold, self.left + had, request.num_computed_tokens,
         self.limits.max_model_len,
     )
     if self.cost is None or is_decode(request, num_new):

@@ -33,7 +33,7 @@ cdef class StepBudget:
         cdef int64_t context = 0
         cdef Request request
         for request in running:
-            if is_decode(request, tokens_left(self.limits, request)):
+            if is_decode(request, tokens_left(self, request)):
                 num_decodes += 1
                 context += request.num_computed_tokens + 1
         self.cost.begin(num_decodes, context, self.limits.max_num_scheduled_tokens - num_decodes)
