@@ -45,6 +45,9 @@ __all__ = [
     "compile_sampling",
 ]
 
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+"""Less may be zero as a float32, and no token is needed to reach that."""
+
 _DRAWN, _PENALIZED, _SCORED, _CONSTRAINED, _FILTERED = 1, 2, 4, 8, 16
 
 
@@ -115,7 +118,7 @@ class Sampler:
         p = plan.params
         self._settings[row] = (
             p.temperature,
-            p.top_p,
+            max(p.top_p, _LEAST_TOP_P),
             p.min_p,
             p.top_k if 0 < p.top_k < self.vocab_size else self.vocab_size,
             plan.seed,

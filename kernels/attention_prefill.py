@@ -299,7 +299,7 @@ def gather_ref(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return kv_cache.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
 
 
-@jit
+@jit(unaligned=["blocks_ptr"])
 def _gather_kernel(
     out_ptr,
     kv_cache_ptr,
@@ -307,13 +307,15 @@ def _gather_kernel(
     stride_kv_block,
     stride_kv_head,
     stride_kv_slot,
+    NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (KV head, logical block) copies the head's slots of one block."""
-    head, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Program logical block * NUM_HEADS + KV head copies the head's slots of one block."""
+    head = tl.program_id(0) % NUM_HEADS
+    index = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
     slots = tl.arange(0, BLOCK_SIZE).to(tl.int64)[:, None]
     words = tl.arange(0, WIDTH_BLOCK)[None, :]
     mask = (words < WIDTH) & (slots < BLOCK_SIZE)
@@ -322,7 +324,7 @@ def _gather_kernel(
     block = tl.load(blocks_ptr + index).to(tl.int64)
     kv_ptrs = kv_cache_ptr + block * stride_kv_block + head * stride_kv_head + slots * stride_kv_slot + words
     values = tl.load(kv_ptrs, mask=mask, other=0.0)  # [BLOCK_SIZE, WIDTH_BLOCK]
-    line = ((index * BLOCK_SIZE + slots) * tl.num_programs(0) + head) * WIDTH
+    line = ((index * BLOCK_SIZE + slots) * NUM_HEADS + head) * WIDTH
     tl.store(out_ptr + line + words, values, mask=mask)  # [BLOCK_SIZE, WIDTH_BLOCK]
 
 
@@ -331,11 +333,13 @@ def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, length: 
     require_kernels(kv_cache.device)
     _, num_kv_heads, block_size, width = kv_cache.shape
     out = kv_cache.new_empty((max(length, blocks.shape[0] * block_size), num_kv_heads, width))
-    _gather_kernel[(num_kv_heads, blocks.shape[0])](
+    # One axis: the others end at 65535, and a context may have more blocks.
+    _gather_kernel[(num_kv_heads * blocks.shape[0],)](
         out,
         kv_cache,
         blocks,
         *kv_cache.stride()[:3],
+        NUM_HEADS=num_kv_heads,
         WIDTH=width,
         WIDTH_BLOCK=triton.next_power_of_2(width),
         BLOCK_SIZE=block_size,

@@ -83,7 +83,7 @@ def choose_ref(
     last_token[rows[real].long()] = ids[real].int()
 
 
-@jit(varying=["blocks_per_program"])
+@jit(varying=["blocks_per_program"], unaligned=["rows_ptr", "num_outputs_ptr", "temperature_ptr", "seeds_ptr"])
 def _best_of_chunk_kernel(
     logits_ptr,
     rows_ptr,
@@ -132,7 +132,7 @@ def _best_of_chunk_kernel(
     tl.store(keys_ptr + sample * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
 
 
-@jit(varying=["num_chunks", "stride_packed"])
+@jit(varying=["num_chunks", "stride_packed"], unaligned=["rows_ptr"])
 def _keep_best_kernel(
     keys_ptr,
     logits_ptr,

@@ -42,15 +42,18 @@ else:
 INTERPRETED: bool = MISSING is None and bool(triton.knobs.runtime.interpret)
 
 
-def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()) -> Any:
+def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Any:
     """`triton.jit`, or the plain function where triton is missing (it is then never launched).
 
     `varying` names integer arguments that change from batch to batch: they are never specialized on, so that
-    a batch of 1 or of a multiple of 16 compiles nothing new.
+    a batch of 1 or of a multiple of 16 compiles nothing new. `unaligned` names pointers that may be at a multiple of
+    16 bytes or not, as rows of a matrix are whose width is the batch's: likewise.
     """
     if kernel is None:
-        return functools.partial(jit, varying=varying)
-    return kernel if MISSING is not None else triton.jit(kernel, do_not_specialize=varying)
+        return functools.partial(jit, varying=varying, unaligned=unaligned)
+    if MISSING is not None:
+        return kernel
+    return triton.jit(kernel, do_not_specialize=varying, do_not_specialize_on_alignment=unaligned)
 
 
 @jit

@@ -41,7 +41,7 @@ def count_tokens_ref(seen: torch.Tensor, lines: torch.Tensor, at: torch.Tensor, 
     seen[lines.long(), tokens] += 2
 
 
-@jit
+@jit(unaligned=["at_ptr", "lines_ptr", "repetition_ptr", "frequency_ptr", "presence_ptr"])
 def _penalties_kernel(
     x_ptr,
     at_ptr,
@@ -109,7 +109,7 @@ def apply_penalties(
     )
 
 
-@jit(varying=["num_rows"])
+@jit(varying=["num_rows"], unaligned=["lines_ptr", "at_ptr"])
 def _count_kernel(
     seen_ptr, lines_ptr, at_ptr, token_ids_ptr, num_rows, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

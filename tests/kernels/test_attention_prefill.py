@@ -20,6 +20,7 @@ from aioengine.kernels.attention_prefill import (
     warm,
 )
 from tests.kernels.batches import RELATIVE_ERROR, paged_batch, relative_error
+from tests.kernels.launches import recorded_kernels
 from tests.kernels.triton_here import need_triton
 
 
@@ -97,6 +98,40 @@ def test_warming_asks_cudnn_for_every_shape_that_chunks_will_need(dtype, device,
     assert list(warm(4, batch.kv_cache, 23))
     assert {q[0] for q, *_ in asked} == {16}
     assert not list(warm(4, batch.kv_cache, 15))  # no chunk is long
+
+
+@pytest.mark.slow
+def test_warming_compiles_every_kernel_that_chunks_will_need(dtype, device, monkeypatch):
+    monkeypatch.setattr(attention_prefill, "SIZES", (16, 32))
+    monkeypatch.setattr(attention_prefill, "_dense", dense_in_torch)
+    lens = [(20, 17), (70, 40), (0, 32), (32, 31)]
+    batch = paged_batch(lens, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype, device=device)
+    table = batch.block_table.new_zeros((4, batch.block_table.shape[1] | 1))  # rows begin anywhere
+    table[:, : batch.block_table.shape[1]] = batch.block_table
+    starts = batch.query_start_loc.tolist()
+    rows = [LongRow(r, starts[r], new, context) for r, (context, new) in enumerate(lens)]
+    with recorded_kernels() as warmed:
+        list(warm(4, batch.kv_cache, 40))
+    with recorded_kernels() as needed:
+        long_prefill_attention(torch.empty_like(batch.q), batch.q, batch.kv_cache, table, rows, 0.2)
+    assert len(needed) >= 3
+    for kernel, kinds in needed.items():
+        assert kinds <= warmed[kernel]
+
+
+def test_a_context_of_any_length_is_gathered_by_a_grid_that_devices_launch(device, monkeypatch):
+    """Its second and third axis end at 65535."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(attention_prefill, "_gather_kernel", Kernel())
+    kv_cache = torch.zeros((2, 3, 1, 8), device=device)
+    attention_prefill.gather(kv_cache, torch.zeros(70_000, dtype=torch.int32, device=device), 70_000, 70_000)
+    assert grids == [(210_000,)]
 
 
 def test_merge_equals_the_reference_far_apart_and_close(dtype, device):

@@ -11,6 +11,7 @@ import torch
 from aioengine.sampler import OK, PendingLogprobs, Sampler, SamplingPlan
 from aioengine.sampling_backend import KERNELS, REFERENCES, DeviceBackend
 from aioengine.types import SamplingParams
+from tests.kernels.launches import recorded_kernels
 from tests.kernels.triton_here import need_triton
 
 VOCAB = 130
@@ -141,3 +142,27 @@ def test_a_full_batch_on_the_gpu_gives_what_the_cpu_gives(device: torch.device) 
             assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
             np.testing.assert_allclose(entry.top_logprobs, other.top_logprobs, atol=1e-4)
             assert entry.top_ids.tolist() == other.top_ids.tolist()
+
+
+@pytest.mark.slow
+def test_batches_of_any_size_take_the_same_kernels(device: torch.device) -> None:
+    """A kernel that is compiled while requests wait keeps all of them waiting."""
+    sampler = Sampler(VOCAB, 8, device, DeviceBackend(VOCAB, device, KERNELS))
+    params = SamplingParams(top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=3)
+    for row in range(8):
+        sampler.join(row, SamplingPlan(params, VOCAB, seed=row), [row, 50, 51], [20])
+    with recorded_kernels() as kernels:
+        for size in range(1, 9):
+            sampler.sample(torch.zeros(size, VOCAB, device=device), range(size), [1] * size)
+    assert len(kernels) >= 8 and {name: len(kinds) for (name, _), kinds in kernels.items() if len(kinds) > 1} == {}
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 1e-45, 1e-30])
+def test_the_least_nucleus_holds_the_most_likely_tokens(top_p: float, device: torch.device) -> None:
+    """Less than a float32 can tell from zero, and tokens that are equally likely."""
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, [700, 701]] = 9.0
+    sampler = Sampler(1000, 1, device, DeviceBackend(1000, device, KERNELS))
+    sampler.join(0, SamplingPlan(SamplingParams(top_p=top_p), 1000, seed=1), [], [])
+    sampled = sampler.sample(logits, [0], [0])
+    assert int(sampled.token_ids[0]) in (700, 701) and int(sampled.status[0]) == OK
