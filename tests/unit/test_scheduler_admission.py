@@ -67,6 +67,16 @@ def test_adaptive_threshold_is_at_least_a_fair_share(num_requests: int, expected
     assert scheduled(scheduler.schedule())["0"] == expected  # 64 tokens // requests, but at least 6
 
 
+def test_the_fair_share_is_one_of_the_input_budget() -> None:
+    """C11: not of the tokens that a step may have, of which there can be fewer."""
+    scheduler = make_scheduler(
+        max_num_scheduled_tokens=40, long_prefill_token_threshold=6, adaptive_long_prefill_threshold=True
+    )
+    for i in range(4):
+        scheduler.add(make_request(str(i), 40, start=1000 * i))
+    assert scheduled(scheduler.schedule()) == {"0": 16, "1": 16, "2": 8}
+
+
 def test_short_prompts_pass_long_ones_that_wait_for_another_long_one() -> None:
     scheduler = make_scheduler(long_prefill_token_threshold=8, max_num_partial_prefills=3, max_long_partial_prefills=1)
     lengths = {"long1": 30, "long2": 30, "short1": 5, "long3": 30, "short2": 8}
@@ -82,6 +92,18 @@ def test_short_prompts_pass_long_ones_that_wait_for_another_long_one() -> None:
         order += [r.request_id for r in (plan.joined if plan else [])]
         settle(scheduler, plan)
     assert order == ["long1", "long2", "long3"]  # in their order, each when the one before is nearly done
+
+
+def test_a_short_prompt_that_the_step_cuts_is_no_long_one() -> None:
+    """C12: it is unfinished, but counts only against the unfinished of any length."""
+    for max_partial, expected in ((2, {"long": 8, "short": 3}), (1, {"long": 8})):
+        scheduler = make_scheduler(
+            max_num_batched_tokens=11, long_prefill_token_threshold=8, max_num_partial_prefills=max_partial,
+            max_long_partial_prefills=1,
+        )  # fmt: skip
+        scheduler.add(make_request("long", 30))
+        scheduler.add(make_request("short", 5, start=500))
+        assert scheduled(scheduler.schedule()) == expected
 
 
 def test_a_long_prompt_that_is_mostly_cached_is_not_long() -> None:

@@ -178,6 +178,16 @@ def test_an_urgent_request_passes_the_gates_before_others_make_way() -> None:
         assert ("urgent" in scheduled(scheduler.schedule())) == starts
 
 
+def test_what_was_kept_for_a_victim_is_free_without_it() -> None:
+    """C25, A14: the gate holds back what a running prompt still needs, until that makes way."""
+    scheduler = priority_scheduler(num_blocks=13, long_prefill_token_threshold=4, full_sequence_must_fit=True)
+    low = make_request("low", 23, start=500, priority=9)  # 6 of 12 blocks, one more in each step
+    started(scheduler, make_request("important", 3, priority=0), low)
+    # 9 blocks: 9 are free, 4 of them kept for low, which has 2.
+    scheduler.add(make_request("urgent", 35, start=900, priority=1))
+    assert set(scheduled(scheduler.schedule())) == {"important", "urgent"} and low.status == "preempted"
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_never_take_turns_in_preempting_each_other(seed: int, depth: int) -> None:
