@@ -362,6 +362,21 @@ def test_a_forced_reset_changes_no_answer() -> None:
             assert request.output_ids_from(0) == [100 + 5 + i for i in range(9)]
 
 
+def test_a_forced_reset_forgets_what_a_step_in_flight_still_computes() -> None:
+    """B18: neither who was aborted and waits for that step nor who was preempted brings anything back."""
+    cache = Cache(max_in_flight=2)
+    ended, preempted = (Request(n, [i, 2, 3, 4, 5], max_tokens=9) for i, n in enumerate(("ended", "preempted")))
+    for request in (ended, preempted):
+        cache.scheduler.add(request)
+    plan = cache.scheduler.schedule()
+    assert plan is not None and cache.kv.prefix_map.num_entries == 4
+    cache.scheduler.abort(ended)
+    assert cache.control.reset(force=True) is not None and preempted.status == "preempted"
+    cache.scheduler.update(plan, np.array([8, 8], dtype=np.int32))
+    cache.check()
+    assert cache.kv.prefix_map.num_entries == 0 and ended.block_ids() == []
+
+
 def test_prewarmed_blocks_go_first_until_somebody_hits_them() -> None:
     """Q6: what was used once outlives them."""
     cache = Cache(num_blocks=14)

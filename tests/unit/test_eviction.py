@@ -22,9 +22,9 @@ def make(policy: str, num_blocks: int = 9, context_cost: float = 0.0) -> KVManag
     )
 
 
-def serve(kv: KVManager, *ids: int) -> int:
+def serve(kv: KVManager, *ids: int, prewarms: bool = False) -> int:
     """One request from admission to its end; returns how many blocks it found."""
-    request = Request("r", ids, max_tokens=1)
+    request = Request("r", ids, max_tokens=1, prewarms=prewarms)
     hits = kv.match(request)
     assert kv.admit(request, hits, len(ids))
     kv.publish(request, len(ids))
@@ -50,6 +50,17 @@ def test_a_prefix_asked_for_again_outlives_a_flood_of_new_ones() -> None:
             serve(kv, *range(100 + 10 * flood, 104 + 10 * flood))
         survivors[policy] = cached(kv, 1, 2, 3, 4)
     assert survivors == {"lru": 0, "cost": 2}
+
+
+def test_to_prewarm_is_not_to_ask() -> None:
+    """Q1, Q6: only a real hit says that others may ask again."""
+    kv = make("cost")
+    serve(kv, 1, 2, 3, 4, 5)
+    for _ in range(3):
+        assert serve(kv, 1, 2, 3, 4, 5, prewarms=True) == 2
+    for flood in range(6):
+        serve(kv, *range(100 + 10 * flood, 104 + 10 * flood))
+    assert cached(kv, 1, 2, 3, 4) == 0
 
 
 def test_a_conversation_that_goes_on_is_worth_no_more_than_another() -> None:
