@@ -146,7 +146,7 @@ class Govern:
     what: str
     """evict, quarantine or pin."""
     share: float
-    """How much of the prompt and answer is meant."""
+    """How much of the prompt and answer is meant; 0: everything under the request's salt, which nobody pins."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,9 @@ class _Traffic:
             return [Reset(later, force=True)]
         if what > 6:
             doing = rng.choice(["evict", "quarantine", "pin", "pin"])
-            return [Govern(later, add.name, doing, rng.choice([0.3, 0.7, 1.0]))]
+            return [
+                Govern(later, add.name, doing, rng.choice([0.3, 0.7, 1.0] if doing == "pin" else [0.0, 0.3, 0.7, 1.0]))
+            ]
         again = f"{add.name}b"
         if what == 3:  # the same label again in the same tick, with another prompt
             return [Abort(later, add.name), Add(later, again, add.length, 5, stem=add.stem + 1, label=add.name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,10 @@ def test_a_prefix_is_hit_until_it_is_reset() -> None:
     assert counts_of(events[0], Reset(5.0), events[1])["hit tokens"] == 0
     assert counts_of(events[0], Add(9.0, "b", 20, 1, shared=20, follows="a", salt="other"))["hit tokens"] == 0
     assert counts_of(events[0], Govern(5.0, "a", "evict", 0.5), events[1])["hit tokens"] == 8
+    assert counts_of(events[0], Govern(5.0, "a", "evict", 0.0), events[1])["hit tokens"] == 0
+    other = Add(1.0, "o", 20, 1, salt="other")
+    kept = counts_of(events[0], other, Govern(5.0, "o", "quarantine", 0.0), replace(other, at=8.0, name="p"), events[1])
+    assert kept["hit tokens"] == 16 and kept["quarantine salt"] == 1
 
 
 def test_a_forced_reset_preempts_what_runs() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,7 @@ class _World:
         self.salts: dict[str, str] = {}
         self.barred: list[NamedPrefix] = []
         """In quarantine from some time on."""
+        self.barred_salts: list[str] = []
         self.aborted: set[str] = set()
         self.is_over = False
         """The engine was closed or its device failed."""
@@ -261,6 +262,8 @@ class _World:
         self.control.check()
         for name in self.barred:
             assert self.control.cached_blocks(name) <= name.span_block, "a span in quarantine is cached (INV-70)"
+        for salt in self.barred_salts:
+            assert not any(self._cached_under(salt)), "something under a salt in quarantine is cached (INV-70)"
         if self.scheduler.num_blocks <= SMALL_POOL:
             self._check_order_of_eviction()
 
@@ -323,18 +326,37 @@ class _World:
         """Evicts, bars or pins a prefix of a text; what went must not be hit any more (INV-70)."""
         if event.name not in self.texts or self.scheduler.kv.hasher is None:
             return
-        ids = self.texts[event.name][: max(1, int(len(self.texts[event.name]) * event.share))]
-        name = NamedPrefix(
-            pack_token_ids(ids, VOCAB_SIZE), self.scheduler.kv.block_size, cache_salt=self.salts[event.name].encode()
-        )
+        name = self._prefix(event.name, event.share)
         self.report.counts[event.what] += 1
         if event.what == "pin":
             self._pin(name)
             return
+        salt = self.salts[event.name]
+        others = [self._prefix(text) for text in self.texts if self.salts[text] != salt] if event.share == 0 else []
+        kept = [self.control.cached_blocks(other) for other in others]
         self.control.evict(name)
+        if event.share == 0:
+            self.report.counts[f"{event.what} salt"] += 1
+            assert not any(self._cached_under(salt)), f"{event} left a prefix behind (INV-70)"
+            assert [self.control.cached_blocks(other) for other in others] == kept, (
+                f"{event} took other tenants' blocks"
+            )
         assert self.control.cached_blocks(name) <= name.span_block, f"{event} left its span behind (INV-70)"
         if event.what == "quarantine" and self.control.bar(name):
-            self.barred.append(name)
+            if event.share == 0:
+                self.barred_salts.append(salt)
+            else:
+                self.barred.append(name)
+
+    def _prefix(self, text: str, share: float = 1.0) -> NamedPrefix:
+        """The name of the beginning of a text; with no share of it, of all that is under its salt."""
+        ids = self.texts[text][: max(1, int(len(self.texts[text]) * share))] if share else []
+        salt = self.salts[text].encode()
+        return NamedPrefix(pack_token_ids(ids, VOCAB_SIZE), self.scheduler.kv.block_size, cache_salt=salt)
+
+    def _cached_under(self, salt: str) -> Iterator[int]:
+        """How many blocks of each text under a salt would be hit."""
+        return (self.control.cached_blocks(self._prefix(text)) for text in self.texts if self.salts[text] == salt)
 
     def _pin(self, name: NamedPrefix) -> None:
         num_blocks = self.control.cached_blocks(name) + self.control.num_pinned_blocks
