@@ -12,6 +12,7 @@ same. Called by `cuda_runner.py` on one stream, in launch order.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from aioengine.transfer import to_device
 
 if TYPE_CHECKING:
     from aioengine.models import Model
+
+logger = logging.getLogger(__name__)
 
 BUCKET_STEPS = ((64, 8), (256, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
 """Buckets up to so many tokens are so far apart: padding stays small, and products of 8 more rows take longer."""
@@ -376,15 +379,23 @@ class StepForward:
         entry = self._make_entry(bucket)
         self._pass(bucket, entry)
         if self._uses_graphs:
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._pass(bucket, entry)
-            finally:
-                graph.capture_end()
-            entry.graph = graph
+            entry.graph = self._capture(bucket, entry)
         self._entries[bucket] = entry
         return entry
+
+    def _capture(self, bucket: Bucket, entry: _Entry) -> torch.cuda.CUDAGraph | None:
+        """None if the memory is too small for one more graph: steps that have none yet run eagerly from now on."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._pass(bucket, entry)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no graph is captured any more, and steps of other sizes run eagerly: %s", error)
+            self._uses_graphs = False
+            return None
+        finally:
+            graph.capture_end()
+        return graph
 
     def _make_entry(self, bucket: Bucket) -> _Entry:
         rows = self._rows_of(bucket)

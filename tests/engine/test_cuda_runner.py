@@ -312,6 +312,40 @@ def test_a_larger_bucket_makes_up_for_one_that_waits_for_idle_time(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("level", [2])
+def test_without_memory_for_one_more_graph_steps_run_eagerly(
+    forward: StepForward, family: Family, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **options: object) -> None:
+            captures.append("begun")
+
+        def capture_end(self) -> None:
+            captures.append("ended")
+
+    def out_of_memory(*args: object) -> torch.Tensor:
+        if captures and captures[-1] == "begun":
+            raise torch.OutOfMemoryError("no room")
+        return compute(*args)
+
+    compute = forward._model.forward
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(forward._model, "forward", out_of_memory)
+    forward._uses_graphs = True
+    planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=MAX_SEQS)
+    request = planner.request(random_prompt(5, seed=1))
+    with np.errstate(all="ignore"):
+        for num_new in (5, 1, 1):
+            run_step(forward, planner, {request: num_new})
+    assert captures == ["begun", "ended"] and forward.num_graphs == 0
+    with torch.no_grad():
+        logits = family.reference(torch.tensor([request.prompt + request.outputs])).logits[0]
+    assert request.outputs == logits.argmax(-1)[4:-1].tolist()
+
+
+@pytest.mark.slow
 def test_prompts_are_scored_from_all_tokens_whatever_bucket_is_at_hand(family: Family, small_grids: None) -> None:
     """A larger bucket than the step's own may spare its last layer what the step's own would not."""
     forward = make_forward(family.folder, 2, max_num_seqs=16)
