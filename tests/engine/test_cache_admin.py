@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable
 
 import pytest
 
@@ -230,6 +231,36 @@ async def test_without_prefix_caching_everything_is_refused(make_engine: MakeEng
         ):
             assert (reply.status, reply.reason) == ("refused", OFF)
         assert not cache.stats().enabled
+
+
+async def test_a_refused_quarantine_holds_nothing_back(make_engine: MakeEngine) -> None:
+    """Q4, Q5: what could not be done is not half done."""
+    async with make_engine(enable_partial_block_reuse=False) as engine:
+        assert await cached(engine, FIRST) == 0
+        for name, options in ((FIRST[:3], {}), (FIRST[:53], {"require_exact": True})):
+            assert (await engine.cache.quarantine(name, **options)).status == "refused"
+        assert engine.cache.stats().num_quarantined == 0
+        await engine.cache.reset()
+        assert [await cached(engine, FIRST) for _ in range(2)] == [0, 80]
+
+
+async def test_a_request_that_comes_later_goes_before_a_prewarming(make_engine: MakeEngine) -> None:
+    """Q6: under the priority policy nobody waits for what nobody has asked for."""
+    ended: list[str] = []
+    async with make_engine(max_num_seqs=1, scheduling_policy="priority") as engine:
+
+        async def note(name: str, work: Awaitable[object]) -> None:
+            await work
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as group, asyncio.timeout(60):
+            first = await engine.submit("first", dataclasses.replace(GREEDY, max_tokens=60))
+            group.create_task(note("first", read(first)))
+            group.create_task(note("prewarming", engine.cache.prewarm(SECOND)))
+            while engine.stats().num_waiting < 1:  # noqa: ASYNC110  nobody is told that somebody waits
+                await asyncio.sleep(0)
+            group.create_task(note("later", ask(engine, "later", SHORT, priority=1000)))
+    assert ended == ["first", "later", "prewarming"]
 
 
 async def test_every_operation_is_on_record(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -401,6 +401,17 @@ def test_prewarmed_blocks_of_all_groups_go_first() -> None:
     assert kv.match(prompt("b", [*range(50, 62), 99])) < 6 and kv.match(prompt("d", [*range(12), 99])) == 6
 
 
+def test_a_hit_ends_the_prewarming_of_what_it_reads_in_all_groups() -> None:
+    """Q6: from then on it is worth as much as anything that was used."""
+    scheduler = scheduler_of(num_blocks=60, max_model_len=30)
+    run(scheduler, prompt("kept", list(range(12))))
+    run(scheduler, prompt("warm", list(range(50, 62)), prewarms=True))
+    run(scheduler, prompt("hit", [*range(50, 62), 99]))
+    warm, free = cached(scheduler.kv, list(range(50, 62))), scheduler.kv.pool.free_ids()
+    read = warm[:6] + warm[6 + 3 :]  # the query at 12 reads from 7 on
+    assert min(map(free.index, read)) > max(map(free.index, cached(scheduler.kv, list(range(12)))))
+
+
 # ---- against a twin of lists and dicts -------------------------------------------------------------------------
 
 
