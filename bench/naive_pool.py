@@ -71,6 +71,14 @@ class NaivePool:
             block.hash = digest
             self.by_hash[digest] = block
 
+    def reset(self) -> bool:
+        """Forgets all that is cached, if every block is free."""
+        if len(self.free) < len(self.blocks) - 1:
+            return False
+        for block in self.blocks:
+            self.forget(block)
+        return True
+
     def allocate(self, count: int) -> list[Block]:
         """So many blocks."""
         if count > len(self.free):
@@ -145,6 +153,10 @@ class NaiveManager:
         """Gives all blocks back."""
         self.pool.release_all(request.table)
         request.table = []
+
+    def reset(self) -> bool:
+        """Forgets all that is cached, if every block is free."""
+        return self.pool.reset()
 
     def hashes_of(self, request: NaiveRequest) -> list[bytes]:
         """The hashes of all full blocks, computed when they are asked for first."""

@@ -14,8 +14,10 @@ timed here; a list of block objects on the other). The operations, in order:
     allocate by eviction  admit another request that hits nothing, all free blocks being cached
 
 The pool is as large as a real one and each operation walks through all of it, so that none finds in a core's own
-caches what the one before left there. Requests are released in random order, so the order of eviction leads to and
-fro from one request's blocks to another's. The garbage collector is off while the clock runs.
+caches what the one before left there. Requests are released in random order, so the free list leads to and fro from
+one request's blocks to another's. A manager lives through all repeats, as a server's does: the first one, which is
+not counted, takes its memory from the system and blocks that lie in order. The garbage collector is off while the
+clock runs.
 
 The plain-Python manager does nothing that ours does not; ours also keeps the tree of what continues what, which an
 eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: with short prompts the call
@@ -56,11 +58,12 @@ def pool_rows(repeats: int) -> list[Row]:
 
 
 def _rows_of(num_tokens: int, repeats: int) -> list[Row]:
+    core, plain_python = KVManager(POOL_BLOCKS, BLOCK_SIZE), NaiveManager(POOL_BLOCKS, BLOCK_SIZE)
     ours, naive = [], []
     for seed in range(repeats + 1):  # the first one warms up
         prompts, others = _prompts(num_tokens, seed), _prompts(num_tokens, seed + 1_000_000)
-        ours.append(_time_core(prompts, others, seed))
-        naive.append(_time_naive(prompts, others, seed))
+        ours.append(_time_manager(core, _requests, prompts, others, seed))
+        naive.append(_time_manager(plain_python, _naive_requests, prompts, others, seed))
     rows = []
     for name in ours[0]:
         mine, plain = (statistics.median(run[name] for run in runs[1:]) for runs in (ours, naive))
@@ -101,26 +104,19 @@ class _Stopwatch:
         gc.enable()
 
 
-def _time_core(prompts: Prompts, others: Prompts, seed: int) -> dict[str, float]:
-    def requests(rows: Prompts) -> list[Request]:
-        return [Request(str(i), row, max_tokens=1) for i, row in enumerate(rows)]
-
-    kv = KVManager(POOL_BLOCKS, BLOCK_SIZE)
-    return _time_manager(kv, requests(prompts), requests(prompts), requests(others), prompts, seed)
+def _requests(rows: Prompts) -> list[Request]:
+    return [Request(str(i), row, max_tokens=1) for i, row in enumerate(rows)]
 
 
-def _time_naive(prompts: Prompts, others: Prompts, seed: int) -> dict[str, float]:
-    def requests(rows: Prompts) -> list[NaiveRequest]:
-        return [NaiveRequest(row.tolist()) for row in rows]
-
-    kv = NaiveManager(POOL_BLOCKS, BLOCK_SIZE)
-    return _time_manager(kv, requests(prompts), requests(prompts), requests(others), prompts, seed)
+def _naive_requests(rows: Prompts) -> list[NaiveRequest]:
+    return [NaiveRequest(row.tolist()) for row in rows]
 
 
 def _time_manager(
-    kv: Any, first: list[Any], again: list[Any], other: list[Any], prompts: Prompts, seed: int
+    kv: Any, requests_of: Callable[[Prompts], list[Any]], prompts: Prompts, others: Prompts, seed: int
 ) -> dict[str, float]:
-    """Times all operations of a manager of either kind."""
+    """Times all operations of a manager of either kind, and leaves it without anything cached."""
+    first, again, other = requests_of(prompts), requests_of(prompts), requests_of(others)
     watch = _Stopwatch(prompts)
     length = prompts.shape[1] - 1
     num_hits = length // BLOCK_SIZE
@@ -154,6 +150,8 @@ def _time_manager(
     watch.time("allocate by eviction", lambda: admit(other, 0))
     # What the prompts left unused of the pool is less than one of them.
     assert sum(kv.match(request) for request in again) < num_hits, "the prompts are still cached"
+    release([other[i] for i in leaving])
+    assert kv.reset(), "a block has an owner still"
     return watch.ns
 
 

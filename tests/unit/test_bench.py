@@ -70,6 +70,9 @@ def test_the_naive_pool_forgets_the_least_recently_used_and_keeps_what_is_touche
     assert set(taken) == set(blocks[2:]) and pool.lookup(hashes) == blocks[:2]
     with pytest.raises(RuntimeError, match="1 blocks are wanted, 0 are free"):
         pool.allocate(1)
+    assert not pool.reset() and pool.lookup(hashes) == blocks[:2]
+    pool.release_all(blocks)
+    assert pool.reset() and pool.lookup(hashes) == []
 
 
 @pytest.mark.parametrize("name", sorted(SYNTHETIC))
