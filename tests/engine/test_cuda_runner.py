@@ -406,6 +406,36 @@ async def test_tokens_on_the_gpu_are_those_of_the_model_alone(family: Family, le
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_who_is_greedy_on_the_gpu_draws_nothing_whoever_had_the_row_before(family: Family, ahead: bool) -> None:
+    prompts = [random_prompt(n, seed=n) for n in (5, 23, 90, 40, 11, 8, 60)]
+    draws = SamplingParams(temperature=5.0, max_tokens=9, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+    async def one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+        outputs = [output async for output in await engine.submit(prompt, params)]
+        return outputs[-1].token_ids
+
+    config = EngineConfig(
+        model=str(family.folder),
+        device="cuda",
+        dtype="float16",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=200,
+        async_scheduling=ahead,
+    )
+    async with AsyncEngine(config) as engine:
+        await asyncio.gather(*(one(engine, prompt, draws) for prompt in [*prompts, prompts[0]]))
+        found = await asyncio.gather(one(engine, prompts[0], draws), *(one(engine, ids, greedy) for ids in prompts))
+    for prompt, outputs in zip(prompts, found[1:], strict=True):
+        with torch.no_grad():
+            logits = family.reference(torch.tensor([prompt + outputs])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(outputs)[:, None])[:, 0]
+        assert bool((logits.max(-1).values - chosen < 0.03).all())
+
+
+@pytest.mark.gpu
 async def test_seeded_draws_on_the_gpu_are_repeatable_with_edits_and_logprobs(family: Family) -> None:
     prompts = [random_prompt(n, seed=n) for n in (5, 23)]
     params = SamplingParams(
