@@ -87,8 +87,9 @@ class CacheAdmin:
     ) -> CacheReply:
         """Takes a span of a prefix out of the cache, with everything that was computed after it.
 
-        Other prefixes stay, also those that share what comes before the span. Requests that run on evicted
-        blocks go on; nobody else can hit those blocks. Pins on them end.
+        Other prefixes stay, also those that share what comes before the span, and so does what comes before it in
+        this one: the reply's `num_cached_tokens`. Requests that run on evicted blocks go on; nobody else can hit
+        those blocks. Pins on them end.
 
         Args:
             prompt: the prefix up to the end of the span; without one, everything under `cache_salt` goes.
@@ -111,13 +112,14 @@ class CacheAdmin:
     ) -> CacheReply:
         """Evicts a span as `evict()` does and keeps it out of the cache from now on, until `lift()`.
 
-        Requests may still send it; what they compute with it in view is never shared. Without a prompt,
-        everything under `cache_salt` is meant.
+        Requests may still send it; what they compute with it in view is never shared. What comes before the span
+        is shared on, see `num_cached_tokens`. Without a prompt, everything under `cache_salt` is meant.
         """
         name = await self._name_or_salt(prompt, cache_salt, start, chat)
         if self._is_on and self._control.num_barred >= MAX_QUARANTINED:
             reason = f"{MAX_QUARANTINED} spans are in quarantine already; lift some"
-            return self._book("quarantine", "refused", reason=reason, cache_salt=cache_salt, start=start)
+            facts = self._facts(name, cache_salt)
+            return self._book("quarantine", "refused", reason=reason, start=start, **facts)
         reply = self._evict("quarantine", name, cache_salt, start, require_exact)
         if reply.status != "refused":
             self._control.bar(name)
@@ -139,26 +141,24 @@ class CacheAdmin:
             "lift",
             "exact" if found else "refused",
             reason=reason,
-            cache_salt=cache_salt,
-            num_tokens=name.num_tokens,
             start=start,
+            **self._facts(name, cache_salt),
         )
 
     def _evict(
         self, action: str, name: NamedPrefix, cache_salt: str | None, start: int | None, require_exact: bool
     ) -> CacheReply:
-        facts: dict[str, Any] = {"cache_salt": cache_salt, "num_tokens": name.num_tokens, "start": start}
-        if not self._is_on:
-            return self._book(action, "refused", reason=OFF, **facts)
-        done = self._control.evict(name, require_exact=require_exact)
+        done = self._control.evict(name, require_exact=require_exact) if self._is_on else None
+        facts = {"start": start, **self._facts(name, cache_salt)}
         if done is None:
-            return self._book(action, "refused", reason=INEXACT, **facts)
+            return self._book(action, "refused", reason=INEXACT if self._is_on else OFF, **facts)
         is_exact, num_blocks, num_in_use, num_requests, num_broken = done
         self._forget_broken_leases()
         return self._book(
             action,
             "exact" if is_exact else "degraded",
             reason=None if is_exact else f"{INEXACT}: every block that continues the same prefix was evicted",
+            note=_rest_note(facts["num_cached_tokens"]) if start is None else None,
             num_blocks=num_blocks,
             num_blocks_in_use=num_in_use,
             num_requests=num_requests,
@@ -258,7 +258,7 @@ class CacheAdmin:
             except ValueError as error:
                 refusal = str(error)
         if pinned is None:
-            return self._book(action, "refused", reason=refusal, cache_salt=cache_salt, num_tokens=name.num_tokens)
+            return self._book(action, "refused", reason=refusal, **self._facts(name, cache_salt))
         pin_id, num_blocks = pinned
         if ttl_s is not None:
             self._expiry[pin_id] = self._clock() + ttl_s
@@ -269,22 +269,21 @@ class CacheAdmin:
             action,
             "exact" if is_whole else "degraded",
             reason=None if is_whole else missing,
-            cache_salt=cache_salt,
-            num_tokens=num_blocks * name.block_size,
+            num_held_tokens=num_blocks * name.block_size,
             num_blocks=num_blocks,
             pin_id=pin_id,
             expires_in_s=ttl_s,
+            **self._facts(name, cache_salt),
         )
 
     async def prewarm(self, prompt: Prompt, *, cache_salt: str | None = None, **chat: Any) -> CacheReply:
         """Computes a prefix into the cache. Until a request hits it, it is the first to make room."""
         token_ids = await self._token_ids(prompt, cache_salt, chat)
         name = self._named(token_ids, cache_salt, None)
-        facts: dict[str, Any] = {"cache_salt": cache_salt, "num_tokens": name.num_tokens}
         num_full = self._control.whole_blocks(name)
         if not self._is_on or num_full == 0:
             reason = f"{name.num_tokens} tokens fill no block of {name.block_size}" if self._is_on else OFF
-            return self._book("prewarm", "refused", reason=reason, **facts)
+            return self._book("prewarm", "refused", reason=reason, **self._facts(name, cache_salt))
         before = self._control.cached_blocks(name)
         if before < num_full:
             await self._compute(token_ids, cache_salt)
@@ -296,7 +295,7 @@ class CacheAdmin:
             "exact" if is_whole else "degraded",
             reason=None if is_whole else missing,
             num_blocks=max(0, num_cached - before),
-            **facts,
+            **self._facts(name, cache_salt),
         )
 
     # ---- expiry -----------------------------------------------------------------------------------------
@@ -372,7 +371,7 @@ class CacheAdmin:
         _check_salt(cache_salt)
         if not cache_salt:
             raise InvalidRequest("name a prompt, a cache_salt or both; reset forgets everything", param="prompt")
-        if start is not None or any(chat.values()):
+        if start is not None or any(chat.values()) or chat.get("add_special_tokens") is not None:
             raise InvalidRequest("start and chat options need a prompt", param="prompt" if start is None else "start")
         nothing = np.empty(0, dtype=np.int32)
         return NamedPrefix(nothing, self._scheduler.kv.block_size, cache_salt=salt_bytes(cache_salt))
@@ -400,6 +399,11 @@ class CacheAdmin:
             start=-1 if start is None else start,
         )
 
+    def _facts(self, name: NamedPrefix, cache_salt: str | None) -> dict[str, Any]:
+        """What every reply about a prefix says of it, as it is now."""
+        num_cached = self._control.cached_blocks(name) * name.block_size if self._is_on else 0
+        return {"cache_salt": cache_salt, "num_tokens": name.num_tokens, "num_cached_tokens": num_cached}
+
     def _book(self, action: str, status: CacheStatus, **facts: Any) -> CacheReply:
         """Writes the reply of an operation down and returns it."""
         self._num_audited += 1
@@ -409,6 +413,16 @@ class CacheAdmin:
         logger.info("cache: %s", {k: v for k, v in dataclasses.asdict(reply).items() if v not in (None, 0)})
         self._wake()
         return reply
+
+
+def _rest_note(num_cached_tokens: int) -> str | None:
+    """What whoever names a prefix and no start of a span may take for gone."""
+    if not num_cached_tokens:
+        return None
+    return (
+        f"{num_cached_tokens} tokens of it are still cached: others may begin so; "
+        "start=0 takes all of it, also for others that begin so"
+    )
 
 
 def _booked(text: str) -> str:

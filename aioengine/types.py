@@ -277,12 +277,19 @@ class CacheReply:
     status: CacheStatus
     reason: str | None = None
     """Why it is degraded or refused."""
+    note: str | None = None
+    """What the caller may not expect although it was done as asked."""
     cache_salt: str | None = None
     """The tenant."""
     num_tokens: int = 0
-    """Length of the name, or of what was pinned of it; 0 if everything under the salt was meant."""
+    """Length of the name; 0 if everything under the salt was meant."""
     start: int | None = None
     """First token of the span, where there is one."""
+    num_cached_tokens: int = 0
+    """Tokens of the name that requests still hit afterwards, counted in whole blocks; partial-block reuse may find
+    some of the next block in another prefix."""
+    num_held_tokens: int = 0
+    """Tokens of the name that a pin or lease holds."""
     num_blocks: int = 0
     """Blocks evicted, pinned, let go or computed."""
     num_blocks_in_use: int = 0

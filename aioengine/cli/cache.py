@@ -1,5 +1,7 @@
 """`aioengine cache`: sends one operation to a server's admin routes and prints the reply as JSON.
 
+What the reply notes beside (much of a prefix may stay cached) is said on stderr, too.
+
 Exit code 0 if it was done, exactly or degraded; 1 if it was refused or failed; 2 for wrong usage.
 """
 
@@ -39,6 +41,8 @@ async def run(args: argparse.Namespace) -> int:
         raise InvalidConfig("the admin key holds a line break or another character that no header can carry")
     status, body = await asyncio.to_thread(_send, _request(args, key))
     print(json.dumps(body, indent=2, ensure_ascii=False))
+    if isinstance(body, dict) and body.get("note"):
+        print(f"aioengine: note: {str(body['note']).replace('start=0', '--start 0')}", file=sys.stderr)
     return 0 if status == 200 else 1
 
 

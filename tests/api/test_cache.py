@@ -66,6 +66,15 @@ async def test_a_span_is_evicted_and_answers_stay(client: httpx.AsyncClient) -> 
     assert await complete(client, FIRST) == (texts[0], 80)
 
 
+async def test_a_reply_tells_what_stays_cached(client: httpx.AsyncClient) -> None:
+    await complete(client, FIRST)
+    reply = await govern(client, "evict", prompt=FIRST)
+    assert (reply["status"], reply["num_tokens"], reply["num_cached_tokens"]) == ("exact", len(FIRST), 80)
+    assert reply["note"].startswith("80 tokens of it are still cached") and reply["num_blocks"] == 0
+    reply = await govern(client, "evict", prompt=FIRST, start=0)
+    assert (reply["num_blocks"], reply["num_cached_tokens"], reply["note"]) == (5, 0, None)
+
+
 async def test_tenants_are_apart_and_quarantined_apart(client: httpx.AsyncClient) -> None:
     """B17, N8, Q4: two tenants over HTTP, and the record of what was done."""
     text, cached = await complete(client, FIRST, cache_salt="a")
@@ -301,7 +310,12 @@ def run_cli(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> Callab
         line = ["cache", operation, "--url", server.url, "--admin-key", "secret", *argv]
         code = await asyncio.to_thread(main, line)
         out = capsys.readouterr()
-        return code, json.loads(out.out) if out.out else out.err
+        if not out.out:
+            return code, out.err
+        reply = json.loads(out.out)
+        noted = f"aioengine: note: {reply['note'].replace('start=0', '--start 0')}\n" if reply.get("note") else ""
+        assert out.err == noted
+        return code, reply
 
     return run
 
@@ -319,8 +333,12 @@ async def test_every_operation_from_the_command_line(
     code, leased = await run_cli("lease", FIRST, "--cache-salt", "t", "--ttl-s", "60", "--require-exact")
     assert (code, leased["expires_in_s"]) == (0, 60.0)
     assert (await run_cli("unpin", pinned["pin_id"]))[0] == 0
+    code, reply = await run_cli("evict", FIRST[:60], "--cache-salt", "t")
+    assert (code, reply["num_cached_tokens"], reply["num_blocks"]) == (0, 48, 2)
+    assert "start=0 takes all of it" in reply["note"]
+    assert (await run_cli("prewarm", FIRST, "--cache-salt", "t"))[0] == 0
     code, reply = await run_cli("evict", FIRST, "--cache-salt", "t", "--start", "20")
-    assert (code, reply["num_pins_broken"], reply["num_blocks"]) == (0, 1, 4)
+    assert (code, reply["num_pins_broken"], reply["num_blocks"]) == (0, 0, 4)
     code, reply = await run_cli("evict", "--all", "--cache-salt", "t")
     assert (code, reply["status"], reply["num_blocks"]) == (0, "exact", 1)
     assert (await run_cli("quarantine", "--all", "--cache-salt", "t"))[1]["status"] == "exact"

@@ -40,6 +40,34 @@ async def test_a_span_goes_and_all_else_stays_with_equal_answers(make_engine: Ma
         assert await cached(engine, FIRST) == full[0]
 
 
+@pytest.mark.parametrize("operation", ["evict", "quarantine"])
+@pytest.mark.parametrize(
+    ("length", "start", "left"), [(70, None, 64), (64, None, 48), (64, 20, 16), (64, 0, 0), (10, None, 0)]
+)
+async def test_what_stays_of_a_name_is_said(
+    make_engine: MakeEngine, operation: str, length: int, start: int | None, left: int
+) -> None:
+    """Q5: without a start its own beginning stays, which whoever names it may take for gone."""
+    async with make_engine() as engine:
+        await cached(engine, FIRST)
+        reply = await getattr(engine.cache, operation)(FIRST[:length], start=start)
+        assert (reply.status, reply.num_tokens, reply.num_blocks) == ("exact", length, 5 - left // 16)
+        assert reply.num_cached_tokens == left == await cached(engine, FIRST[:length] + "?")
+        if start is None and left:
+            assert (reply.note or "").startswith(f"{left} tokens of it are still cached")
+            assert "start=0 takes all of it" in (reply.note or "")
+        else:
+            assert reply.note is None
+
+
+async def test_what_stays_is_said_of_what_was_refused(make_engine: MakeEngine) -> None:
+    async with make_engine(enable_partial_block_reuse=False) as engine:
+        await cached(engine, FIRST)
+        reply = await engine.cache.evict(FIRST[:70], require_exact=True)
+        assert (reply.status, reply.num_cached_tokens, reply.note) == ("refused", 64, None)
+        assert (await engine.cache.lift(FIRST)).num_cached_tokens == 80
+
+
 async def test_tenants_share_nothing_and_are_governed_apart(make_engine: MakeEngine) -> None:
     """Q4, B17: a quarantine is one tenant's."""
     async with make_engine() as engine:
@@ -130,7 +158,8 @@ async def test_pins_and_leases_hold_against_a_flood(make_engine: MakeEngine) -> 
         assert (nothing.status, nothing.reason) == ("refused", "nothing of the prefix is cached; prewarm it first")
         assert (await cache.prewarm(FIRST)).num_blocks == 5
         pinned = await cache.pin(FIRST)
-        assert (pinned.status, pinned.num_tokens, pinned.num_blocks) == ("exact", 80, 5)
+        assert (pinned.status, pinned.num_tokens, pinned.num_blocks) == ("exact", len(FIRST), 5)
+        assert pinned.num_held_tokens == pinned.num_cached_tokens == 80
         leased = await cache.lease(FIRST[:70], 60)
         assert (leased.status, leased.num_blocks, leased.expires_in_s) == ("exact", 4, 60.0)
         assert samples(engine)["kv_cache_pinned_blocks"] == cache.stats().num_pinned_blocks == 5
@@ -177,6 +206,7 @@ async def test_a_prewarmed_prefix_is_hit_by_the_first_request(make_engine: MakeE
         await engine.cache.reset()
         reply = await engine.cache.prewarm(FIRST)
         assert (reply.status, reply.num_tokens, reply.num_blocks) == ("exact", len(FIRST), 5)
+        assert reply.num_cached_tokens == 80 and reply.num_held_tokens == 0
         assert (await engine.cache.prewarm(FIRST)).num_blocks == 0
         answer = await ask(engine, FIRST, SHORT)
         assert answer.usage.cached_tokens == 80 and answer.token_ids == expected
