@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--file",
         metavar="FILE",
-        help="Prompts, one per line, or JSON lines with `prompt` or `messages`, an optional `id` and "
-        "sampling fields; - reads standard input. Writes JSON lines in the same order.",
+        help="Prompts, one per line, or JSON lines with `prompt` or `messages`, an optional `id`, "
+        "`determinism` and sampling fields; - reads standard input. Writes JSON lines in the same order.",
     )
     generate.add_argument("--chat", action="store_true", help="Take each prompt as a user's chat message.")
     generate.add_argument("--system", metavar="TEXT", help="System message; implies --chat.")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from aioengine.cli.flags import engine_config, sampling_overrides
+from aioengine.determinism import SATISFIED_BY, check_demand
 from aioengine.errors import EngineError, InvalidConfig
 from aioengine.types import PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob
 
@@ -37,7 +38,7 @@ DEFAULT_MAX_TOKENS = 256
 Write = Callable[[bytes], None]
 
 _SAMPLING_NAMES = frozenset(f.name for f in fields(SamplingParams))
-_LINE_NAMES = frozenset({"prompt", "messages", "id"})
+_LINE_NAMES = frozenset({"prompt", "messages", "id", "determinism"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Job:
     """On top of the flags."""
     id: object = None
     """Whatever the line gave, written back."""
+    determinism: str | None = None
+    """What the line demands of the engine."""
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -163,12 +166,15 @@ def _read_line(index: int, line: str, asks_chat: bool, system: str | None) -> Jo
         chosen = prompt
     else:
         raise InvalidConfig("prompt must be a string" + ("" if asks_chat else " or a list of token ids"))
+    demand = values.get("determinism")
+    if demand is not None and not (isinstance(demand, str) and demand in SATISFIED_BY):
+        raise InvalidConfig(f"determinism={demand!r} must be {' or '.join(SATISFIED_BY)}")
     sampling = {name: values[name] for name in values.keys() & _SAMPLING_NAMES if values[name] is not None}
     try:
         SamplingParams(**sampling)
     except EngineError as error:
         raise InvalidConfig(str(error)) from None
-    return Job(index, chosen, sampling, values.get("id"))
+    return Job(index, chosen, sampling, values.get("id"), demand)
 
 
 async def stream_text(engine: Engine, job: Job, overrides: Mapping[str, object], write: Callable[[str], None]) -> None:
@@ -193,7 +199,10 @@ async def outputs_of(
     engine: Engine, job: Job, params: SamplingParams, queued: Stream | None = None
 ) -> AsyncIterator[RequestOutput]:
     """The outputs of one job, which may have been queued before; leaving early ends the request."""
-    stream = await engine.submit(job.prompt, params) if queued is None else queued
+    if queued is None:
+        stream = await engine.submit(job.prompt, params, determinism=job.determinism)
+    else:
+        stream = queued
     try:
         async for output in stream:
             yield output
@@ -254,7 +263,9 @@ async def _queue_all(engine: Engine, jobs: list[Job], overrides: Mapping[str, ob
     params: dict[int, SamplingParams] = {}
     for i, job in enumerate(jobs):
         try:
-            params[i] = engine.sampling_params(**{**overrides, **job.sampling})
+            chosen = engine.sampling_params(**{**overrides, **job.sampling})
+            check_demand(job.determinism, engine.determinism, chosen)
+            params[i] = chosen
         except EngineError as error:
             found[i] = error
     queued = await engine.submit_all([jobs[i].prompt for i in params], list(params.values()))

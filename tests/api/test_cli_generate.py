@@ -52,6 +52,8 @@ def test_chat_wraps_prompts_but_not_messages() -> None:
         ("\n \n", "f holds no prompts"),
         ('{"prompt": "a"}\n{"prompt": ', "f:2: not valid JSON"),
         ('{"prompt": "a"}\n\n[1]', "f:3: not a JSON object"),
+        ('{"prompt": "a", "determinism": "full"}', "f:1: determinism='full' must be offline or batch-invariant"),
+        ('{"prompt": "a", "determinism": ["offline"]}', "f:1: determinism=['offline'] must be"),
         ('{"prompts": "a"}', "f:1: unknown field prompts"),
         ('{"id": 1}', "f:1: give either prompt or messages"),
         ('{"prompt": "a", "messages": []}', "f:1: give either prompt or messages"),
@@ -64,6 +66,20 @@ def test_a_bad_line_is_named_before_anything_runs(text: str, message: str) -> No
     with pytest.raises(InvalidConfig) as caught:
         read_jobs("f", text, False, None)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("mode", ["none", "batch-invariant", "offline"])
+async def test_a_line_may_demand_determinism(mode: str) -> None:
+    text = '{"prompt": "a"}\n{"prompt": "a", "determinism": "batch-invariant", "temperature": 0}'
+    engine = FakeEngine()
+    engine.determinism = DECLARED[mode]
+    lines, num_failed = await lines_of(engine, read_jobs("f", text, False, None))
+    assert lines[0]["text"] == " one two three"
+    if mode == "batch-invariant":
+        assert num_failed == 0 and lines[1]["text"] == " one two three"
+    else:
+        assert num_failed == 1 and lines[1]["param"] == "determinism"
+        assert "determinism=batch-invariant is unavailable" in str(lines[1]["error"])
 
 
 async def test_results_keep_the_order_although_later_prompts_finish_first() -> None:
