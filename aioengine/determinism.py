@@ -67,7 +67,9 @@ def fingerprint(checkpoint: Checkpoint, resolved: ResolvedConfig, device_name: s
     """Twelve hex digits that change when something changes on which results depend.
 
     That is this package's version, the model (its configuration, and of each weight name, shape, kind, first and last
-    bytes), types, device and the declared determinism.
+    bytes), types, device and the declared determinism. Of a weight above twice `NUM_SAMPLED_BYTES` (4 KiB) the
+    middle is not read, so an edit that leaves shapes and both ends as they were goes unnoticed: this tells engines
+    apart, it does not prove that a file is whole.
 
     Args:
         device_name: what tells kinds of devices with different arithmetic apart.

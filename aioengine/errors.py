@@ -2,7 +2,7 @@
 
 A caller catches `EngineError` for all of them. `InvalidRequest` and its children blame the request and
 leave the engine untouched; `EngineDead` means that no request can be served any more. The HTTP status of
-each class lives in `api/app.py`, not here.
+each class lives in `api/errors.py`, not here.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ class RequestStream:
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> StreamedOutput:
         while not self._ready:
             if self._error is not None and not self.is_closed:
                 raise self._error
