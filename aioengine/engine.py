@@ -12,7 +12,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -27,9 +27,9 @@ from aioengine.kv_events import KVEvents
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
-from aioengine.outputs import RequestStream
+from aioengine.outputs import RequestStream, StreamedOutput
 from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
-from aioengine.types import Determinism, Prompt, RequestOutput, SamplingParams
+from aioengine.types import Determinism, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from aioengine.fastcore.step_buffer import StepPlan
@@ -281,6 +281,7 @@ class AsyncEngine:
         determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> RequestStream:
@@ -294,6 +295,8 @@ class AsyncEngine:
             cache_salt: requests with different salts share no cached KV.
             determinism: refuse the request unless the operator has declared this (`engine.determinism`): offline
                 or batch-invariant, which is enough for both.
+            add_special_tokens: let the tokenizer add its own, such as a BOS; by default to texts only, because chat
+                templates write them.
 
         Returns:
             An async iterator of `RequestOutput`; closing it aborts the request.
@@ -305,6 +308,7 @@ class AsyncEngine:
         chat = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            add_special_tokens=add_special_tokens,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
@@ -406,8 +410,8 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request as they come; takes the options of `submit()`.
+    ) -> AsyncGenerator[StreamedOutput, None]:
+        """The outputs of a request as they come: each a `RequestOutput`; takes the options of `submit()`.
 
         Cancelling the loop over it aborts the request and frees its blocks; so does leaving the loop early,
         as soon as Python finalizes the generator (`contextlib.aclosing` makes that moment exact).

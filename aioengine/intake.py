@@ -33,10 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How chat messages are rendered; ignored for other prompts."""
+    """How chat messages are rendered; of other prompts only texts look at one of them, `add_special_tokens`."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    """Lets the tokenizer add its own, such as a BOS; None does so for texts only: chat templates write them."""
     tools: Sequence[Mapping[str, object]] | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
@@ -110,7 +112,7 @@ class Intake:
 
     async def _render(self, prompt: Prompt, chat: ChatOptions) -> tuple[list[int], NDArray[np.int32]]:
         if isinstance(prompt, str):
-            token_ids = await self._encode_text(prompt)
+            token_ids = await self._encode_text(prompt, chat.add_special_tokens is not False)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise InvalidRequest(
                 f"prompt must be text, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
@@ -128,9 +130,9 @@ class Intake:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error), param="prompt") from None
 
-    async def _encode_text(self, text: str) -> list[int]:
+    async def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer()
-        return await self._off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=True))
+        return await self._off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def _encode_chat(self, messages: ChatMessages, chat: ChatOptions) -> list[int]:
         tokenizer = self._need_tokenizer()
@@ -145,7 +147,7 @@ class Intake:
                 tools=chat.tools,
                 chat_template_kwargs=chat.chat_template_kwargs,
             )
-            return tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode(text, add_special_tokens=bool(chat.add_special_tokens))
 
         return await self._off_loop(_rough_size(messages) + (4000 if chat.tools else 0), run)
 

@@ -43,6 +43,7 @@ class Naming(TypedDict):
     cache_salt: str | None
     add_generation_prompt: bool
     continue_final_message: bool
+    add_special_tokens: bool | None
     chat_template_kwargs: dict[str, Any] | None
 
 
@@ -196,6 +197,7 @@ def _name_or_salt_of(fields: NamedRequest) -> tuple[Prompt | None, Naming]:
         "cache_salt": fields.cache_salt,
         "add_generation_prompt": bool(fields.add_generation_prompt),
         "continue_final_message": bool(fields.continue_final_message),
+        "add_special_tokens": fields.add_special_tokens,
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
 

@@ -17,6 +17,7 @@ from aioengine.api.protocol import (
     ChatRequest,
     check_neutral,
     check_prompt_logprobs,
+    check_request_id,
     check_stream_options,
     read_request,
     sampling_overrides,
@@ -37,11 +38,12 @@ class Chat:
         """Answers one request; every check comes before the first byte."""
         fields = await read_request(request, ChatRequest, self._engine.model.name)
         check_neutral(fields)
+        check_request_id(fields)
         check_prompt_logprobs(fields)
         options = check_stream_options(fields)
         name, fingerprint = self._engine.model.name, self._engine.fingerprint
         if fields.stream:
-            head = response_head("chatcmpl", "chat.completion.chunk", name, fingerprint)
+            head = response_head("chatcmpl", "chat.completion.chunk", name, fingerprint, fields.request_id)
             frame = ChunkFrame(head, include_usage=bool(options.include_usage))
             return EventStream(
                 await self._submit(fields, str(head["id"])),
@@ -53,7 +55,7 @@ class Chat:
                     has_running_usage=bool(options.continuous_usage_stats),
                 ),
             )
-        head = response_head("chatcmpl", "chat.completion", name, fingerprint)
+        head = response_head("chatcmpl", "chat.completion", name, fingerprint, fields.request_id)
         return json_response(await unless_disconnected(request, self._whole(fields, head)))
 
     async def _submit(self, fields: ChatRequest, request_id: str) -> Submission:

@@ -16,7 +16,9 @@ from aioengine.api.logprobs import CompletionLogprobs, joined, prompt_logprobs_j
 from aioengine.api.protocol import (
     CompletionRequest,
     StreamOptions,
+    check_neutral,
     check_prompt_logprobs,
+    check_request_id,
     check_stream_options,
     read_request,
     sampling_overrides,
@@ -44,11 +46,14 @@ class Completions:
     async def create(self, request: Request) -> Response:
         """Answers one request; every check comes before the first byte."""
         fields = await read_request(request, CompletionRequest, self._engine.model.name)
+        check_neutral(fields)
+        check_request_id(fields)
         check_prompt_logprobs(fields)
         options = check_stream_options(fields)
         prompts = _prompts(fields)
         params = self._params(fields, len(prompts))
-        head = response_head("cmpl", "text_completion", self._engine.model.name, self._engine.fingerprint)
+        name, fingerprint = self._engine.model.name, self._engine.fingerprint
+        head = response_head("cmpl", "text_completion", name, fingerprint, fields.request_id)
         if not fields.stream:
             return json_response(await unless_disconnected(request, self._whole(fields, prompts, params, head)))
         answer = Answer(fields, params, await self._echoed(fields, prompts), self._engine.tokenizer)
@@ -93,6 +98,7 @@ class Completions:
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt,
             determinism=fields.determinism,
+            add_special_tokens=fields.add_special_tokens,
         )
 
     async def _whole(

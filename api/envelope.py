@@ -11,10 +11,12 @@ from aioengine.types import Usage
 VERSION = version("aioengine")
 
 
-def response_head(prefix: str, object_name: str, model_name: str, fingerprint: str) -> dict[str, object]:
-    """The fields before `choices`, with a fresh id; `fingerprint` is the engine's."""
+def response_head(
+    prefix: str, object_name: str, model_name: str, fingerprint: str, request_id: str | None
+) -> dict[str, object]:
+    """The fields before `choices`; `fingerprint` is the engine's, `request_id` the client's, if it gave one."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
         "object": object_name,
         "created": int(time.time()),
         "model": model_name,

@@ -125,6 +125,7 @@ class Engine(Protocol):
         determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Stream: ...
@@ -139,6 +140,7 @@ class Engine(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]: ...

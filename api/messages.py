@@ -20,6 +20,7 @@ class ChatOptions(TypedDict):
 
     add_generation_prompt: bool
     continue_final_message: bool
+    add_special_tokens: bool | None
     chat_template_kwargs: dict[str, Any] | None
 
 
@@ -50,6 +51,7 @@ def chat_options(fields: Conversation) -> ChatOptions:
     return {
         "add_generation_prompt": adds,
         "continue_final_message": continues,
+        "add_special_tokens": fields.add_special_tokens,
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
 

@@ -2,7 +2,9 @@
 
 `null` means "not given" everywhere, so every field is optional here and defaults to None. Types are checked
 by msgspec, whose errors name the field's path, ranges by `SamplingParams`, the rest by the engine.
-A field that is not listed is refused by name. Called by the routes; responses are built where they are sent.
+A field that is not listed is refused by name; one that clients of OpenAI or vLLM send and this server cannot act on
+is listed, and passes with a value that asks for nothing (`check_neutral`). Called by the routes; responses are built
+where they are sent.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`response_format`; anything but plain text is refused for now, whatever else it holds."""
+
+    type: str
+
+
 class GenerationFields(Fields, kw_only=True):
-    """What chat and plain completions share."""
+    """What chat and plain completions share. Those from `use_beam_search` on take neutral values only."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -66,7 +74,28 @@ class GenerationFields(Fields, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     determinism: str | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
     user: str | None = None
+
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    truncate_prompt_tokens: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    logits_processors: Any = None
+    return_tokens_as_token_ids: Any = None
+    mm_processor_kwargs: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
 
 
 SAMPLING_FIELDS = (
@@ -86,6 +115,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,12 +149,6 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function_call: dict[str, Any] | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`response_format`; anything but plain text is refused for now, whatever else it holds."""
-
-    type: str
-
-
 class ChatRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions.
 
@@ -153,7 +177,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -161,6 +184,13 @@ class ChatRequest(GenerationFields, kw_only=True):
     prediction: dict[str, Any] | None = None
     moderation: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
+    echo: Any = None
+    best_of: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    include_reasoning: Any = None
+    thinking_token_budget: Any = None
+    media_io_kwargs: Any = None
 
 
 class TokenizeRequest(Fields, kw_only=True):
@@ -189,6 +219,7 @@ class NamedRequest(Fields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     cache_salt: str | None = None
 
 
@@ -233,6 +264,53 @@ Conversation = ChatRequest | TokenizeRequest | NamedRequest
 """Requests with messages."""
 
 
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ("text",),
+    "modalities": ([], ["text"]),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
+}
+"""What this server cannot do, and besides null the values that do not ask for it."""
+
+NEUTRAL_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "best_of": (1,)}
+"""The same where only chats lack it."""
+
+MAX_REQUEST_ID_CHARS = 128
+
+CLOSE = 0.8
+"""How much alike a name must be to a field's to be taken for a slip."""
+
 T = TypeVar("T", bound=Fields)
 
 _AT_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -274,6 +352,8 @@ def decode(body: bytes, schema: type[T]) -> T:
     Raises:
         InvalidRequest: with the path of the field in `param`.
     """
+    if not body.strip():
+        raise InvalidRequest("the request body is empty; send a JSON object")
     try:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
@@ -293,7 +373,10 @@ def _explain(text: str, schema: type[Fields]) -> InvalidRequest:
     if unknown:
         name = unknown["name"]
         where = f" in {path}" if path else ""
-        near = [] if path else difflib.get_close_matches(name, schema.__struct_fields__, n=1)
+        if not path and (name in NEUTRAL or name in NEUTRAL_IN_CHAT):
+            return _not_supported(name)
+        known = [field for field in schema.__struct_fields__ if field not in NEUTRAL]
+        near = [] if path else difflib.get_close_matches(name.lower(), known, n=1, cutoff=CLOSE)
         hint = f"; did you mean {near[0]}?" if near else ""
         return InvalidRequest(f"unknown field {name}{where}{hint}", param=f"{path}.{name}".lstrip("."))
     if missing:
@@ -341,27 +424,33 @@ def check_prompt_logprobs(fields: GenerationFields) -> None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
 
 
-def check_neutral(fields: ChatRequest) -> None:
+def check_neutral(fields: GenerationFields) -> None:
     """Refuses features that the server does not have, unless they are asked for with their neutral value.
 
     Raises:
         InvalidRequest: naming the first such field.
     """
-    response_format = fields.response_format.type if fields.response_format else "text"
-    asked = {
-        "tools": bool(fields.tools),
-        "tool_choice": fields.tool_choice not in (None, "none", "auto"),
-        "functions": bool(fields.functions),
-        "function_call": fields.function_call not in (None, "none", "auto"),
-        "response_format": response_format != "text",
-        "modalities": fields.modalities not in (None, [], ["text"]),
-        "reasoning_effort": fields.reasoning_effort not in (None, "none"),
-        "verbosity": fields.verbosity not in (None, "medium"),
-        "audio": fields.audio is not None,
-        "prediction": fields.prediction is not None,
-        "moderation": fields.moderation is not None,
-        "web_search_options": fields.web_search_options is not None,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
+    lacking = {**NEUTRAL, **NEUTRAL_IN_CHAT} if isinstance(fields, ChatRequest) else NEUTRAL
+    for name, neutral in lacking.items():
+        value = getattr(fields, name, None)
+        if isinstance(value, ResponseFormat):
+            value = value.type
+        if value is not None and value not in neutral:
+            raise _not_supported(name)
+
+
+def check_request_id(fields: GenerationFields) -> None:
+    """A request's own id becomes a part of the answer's and of log lines.
+
+    Raises:
+        InvalidRequest: it is too long, or no line of plain characters.
+    """
+    given = fields.request_id
+    if given is not None and not (0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()):
+        raise InvalidRequest(
+            f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", param="request_id"
+        )
+
+
+def _not_supported(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported yet; leave it out", param=name)

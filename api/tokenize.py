@@ -56,11 +56,6 @@ class Tokenization:
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if fields.prompt is None:
-            if fields.add_special_tokens:
-                raise InvalidRequest(
-                    "add_special_tokens does not go with messages: the chat template writes them",
-                    param="add_special_tokens",
-                )
             return await self._engine.render(engine_messages(fields), **chat_options(fields))
         add = fields.add_special_tokens is not False
         return await asyncio.to_thread(self._tokenizer().encode, fields.prompt, add)

@@ -306,6 +306,7 @@ class FakeEngine:
         determinism: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> FakeStream:
@@ -320,6 +321,7 @@ class FakeEngine:
         chat = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "add_special_tokens": add_special_tokens,
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
@@ -358,11 +360,12 @@ class FakeEngine:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt) if prompt else []
+            ids = self.tokenizer.encode(prompt, add_special_tokens is not False) if prompt else []
         elif prompt and isinstance(prompt[0], Mapping):
             messages = normalize_messages(prompt)  # type: ignore[arg-type]
             if any(message["role"] == "nobody" for message in messages):

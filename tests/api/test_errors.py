@@ -23,7 +23,7 @@ from aioengine.errors import (
     RequestTimeout,
 )
 from tests.api.conftest import MakeClient
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import BOS, FakeEngine
 from tests.api.test_chat import HELLO, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -159,13 +159,98 @@ async def test_refused_chat_fields_name_their_path(
     ("field", "message"),
     [
         ("max_token", "unknown field max_token; did you mean max_tokens?"),
-        ("guided_json", "unknown field guided_json"),
         ("best-of", "unknown field best-of; did you mean best_of?"),
+        ("Max_Tokens", "unknown field Max_Tokens; did you mean max_tokens?"),
+        ("guided_jsn", "unknown field guided_jsn"),
+        ("stop_words", "unknown field stop_words"),
+        ("tools", "tools is not supported yet; leave it out"),
     ],
 )
 async def test_unknown_fields_are_refused_by_name(client: httpx.AsyncClient, field: str, message: str) -> None:
     error = await refused(client, COMPLETIONS, {"prompt": "x", field: 1})
     assert (error["message"], error["param"]) == (message, field)
+
+
+FOREIGN: dict[str, tuple[object, ...]] = {
+    "use_beam_search": (True, False),
+    "length_penalty": (0.5, 1.0, 1),
+    "early_stopping": (True, False),
+    "truncate_prompt_tokens": (5,),
+    "response_format": ({"type": "json_object"}, {"type": "text"}),
+    "structured_outputs": ({"regex": "a"},),
+    "guided_json": ({},),
+    "guided_regex": ("a",),
+    "guided_choice": (["a"],),
+    "guided_grammar": ("root ::= a",),
+    "guided_decoding_backend": ("xgrammar",),
+    "guided_whitespace_pattern": (" ",),
+    "structural_tag": ("{}",),
+    "logits_processors": (["x"], []),
+    "return_tokens_as_token_ids": (True, False),
+    "mm_processor_kwargs": ({"a": 1}, {}),
+    "kv_transfer_params": ({"a": 1}, {}),
+    "vllm_xargs": ({"a": 1}, {}),
+}
+"""What clients of vLLM send: a value that asks for something, and those that do not."""
+
+FOREIGN_IN_CHAT: dict[str, tuple[object, ...]] = {
+    "echo": (True, False),
+    "best_of": (2, 1),
+    "chat_template": ("{{ messages }}",),
+    "documents": ([{"text": "a"}], []),
+    "include_reasoning": (False, True),
+    "thinking_token_budget": (5,),
+    "media_io_kwargs": ({"a": 1}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "values"),
+    [
+        *((url, *item) for url in (CHAT, COMPLETIONS) for item in FOREIGN.items()),
+        *((CHAT, *item) for item in FOREIGN_IN_CHAT.items()),
+        (COMPLETIONS, "prompt_embeds", ("AAAA",)),
+    ],
+)
+async def test_fields_of_others_pass_only_where_they_ask_for_nothing(
+    client: httpx.AsyncClient, engine: FakeEngine, url: str, field: str, values: tuple[object, ...]
+) -> None:
+    base = {"messages": HELLO} if url == CHAT else {"prompt": "hi"}
+    asks, *neutral = values
+    error = await refused(client, url, {**base, field: asks})
+    assert (error["message"], error["param"]) == (f"{field} is not supported yet; leave it out", field)
+    assert not engine.submitted
+    for value in [*neutral, None]:
+        assert (await client.post(url, json={**base, field: value})).status_code == 200
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+async def test_a_body_that_is_not_there_is_called_empty(client: httpx.AsyncClient, url: str) -> None:
+    for response in (await client.post(url), await client.post(url, content=b" \n")):
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "the request body is empty; send a JSON object"
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_s_own_id_is_in_the_answer_s(
+    client: httpx.AsyncClient, engine: FakeEngine, url: str, stream: bool
+) -> None:
+    base = {"stream": stream, **({"messages": HELLO} if url == CHAT else {"prompt": "hi"})}
+    response = await client.post(url, json={**base, "request_id": "job 7"})
+    answers = [e for e in events(response.text) if e != "[DONE]"] if stream else [response.json()]
+    expected = f"{'chatcmpl' if url == CHAT else 'cmpl'}-job 7"
+    assert {answer["id"] for answer in answers} == {expected} == {engine.submitted[0].request_id}
+    for wrong in ("", "a\nb", "é", "x" * 129):
+        assert (await refused(client, url, {**base, "request_id": wrong}))["param"] == "request_id"
+
+
+async def test_special_tokens_are_added_where_they_are_asked_for(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for given in (None, True, False):
+        await client.post(COMPLETIONS, json={"prompt": "hi", "add_special_tokens": given})
+        await client.post(CHAT, json={"messages": HELLO, "add_special_tokens": given})
+    assert [options["add_special_tokens"] for options in engine.options] == [None, None, True, True, False, False]
+    assert [stream.prompt_ids[0] == BOS for stream in engine.submitted[::2]] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,6 @@ async def test_tokenize_shows_what_the_model_sees(make_client: MakeClient) -> No
     [
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": HELLO}),
-        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}),
         ("/detokenize", {}),
         ("/detokenize", {"tokens": [262]}),
         ("/detokenize", {"tokens": [-1]}),
