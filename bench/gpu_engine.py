@@ -1,12 +1,13 @@
-"""Checks and measures the whole engine on one GPU, beside the figures of `shared/anchors`.
+"""Checks and measures the whole engine on one GPU, beside those of vLLM 0.26.0.
 
     python -m aioengine.bench.gpu_engine [--out DIR] [--models NAME,...] [--sections NAME,...] [--set OPTION=VALUE ...]
 
-Models are shapes with random bfloat16 weights, as in the anchors (vLLM 0.26.0, one H200). Prompts are random ids
+Models are shapes with random bfloat16 weights. The figures beside ours, in `ANCHORS` below, were measured with vLLM
+0.26.0, its defaults and the same workloads on one H200. Prompts are random ids
 drawn anew for each run; greedy and ignore_eos unless a workload says otherwise. One failing section is reported
 and the rest goes on. Writes gpu_engine.json to --out after every section and prints one line per figure.
 
-Sections that are no workload of the anchors: `compare` (graphs against eager steps), `steps` (host and device time
+Sections without a figure of vLLM: `compare` (graphs against eager steps), `steps` (host and device time
 of decode steps, idle device), `mixed` (W5 cold, W1 and W6 once more, their steps by size), `draws` (what sampling
 adds to a step of 256 rows), `host` (kernels of a step). Set options of the engine with --set, e.g.
 `--set max_num_batched_tokens=16384`.
@@ -29,7 +30,7 @@ from typing import Any
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
 from aioengine.bench.gpu_steps import StepProbe
-from aioengine.bench.report import machine, peak_memory_bytes
+from aioengine.bench.report import machine, peak_memory_bytes, require_cuda
 from aioengine.bench.workloads import Job, random_prompts, run_jobs
 
 # (figure, whether more is better) by model: vLLM 0.26.0 on one H200.
@@ -77,20 +78,20 @@ class Report:
         self.data: dict[str, Any] = {"command": sys.argv, "machine": machine(), "card": card(), "figures": {}}
 
     def add(self, model: str, name: str, value: float) -> None:
-        """One figure, printed beside its anchor."""
+        """One figure, printed beside vLLM's."""
         anchor = ANCHORS.get(model, {}).get(name)
         line = f"{model:13} {name:18} {value:12,.3f}"
         entry: dict[str, Any] = {"value": value}
         if anchor is not None:
             ratio = value / anchor[0] if anchor[1] else anchor[0] / value
             entry |= {"anchor": anchor[0], "times_better": ratio}
-            line += f"   anchor {anchor[0]:10,.3f}   {ratio:5.2f} x"
+            line += f"   vLLM {anchor[0]:10,.3f}   {ratio:5.2f} x"
         self.data["figures"].setdefault(model, {})[name] = entry
         print(line, flush=True)
         self.write()
 
     def note(self, model: str, name: str, value: Any) -> None:
-        """Figures that stand beside no anchor; a list of rows is printed as a table."""
+        """Figures that vLLM has none of; a list of rows is printed as a table."""
         self.data.setdefault("details", {})[f"{model} {name}"] = value
         rows = value if isinstance(value, list) else [value]
         print(f"-- {model}: {name}", flush=True)
@@ -125,7 +126,7 @@ def card() -> str:
 
 
 def config(model: str, **options: Any) -> EngineConfig:
-    """The engine of a model as the anchors ran theirs."""
+    """The engine of a model as vLLM's figures were measured."""
     chosen: dict[str, Any] = {
         "load_format": "dummy",
         "device": "cuda",
@@ -184,7 +185,7 @@ async def run_w5(engine: AsyncEngine, model: str, report: Report) -> None:
 
 
 def w6_jobs(seed: int = 0) -> list[Job]:
-    """Prompts and lengths of W6; seed 0 is the anchors' own."""
+    """Prompts and lengths of W6; seed 0 gives those that vLLM had."""
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     lengths = [rng.randint(100, 1024) for _ in range(256)]
@@ -380,6 +381,7 @@ def main() -> int:
     parser.add_argument("--sections", default="compare," + ",".join(SECTIONS))
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the engine")
     args = parser.parse_args()
+    require_cuda("gpu_engine")
     sections = args.sections.split(",")
     options = {name: json.loads(value) for name, _, value in (given.partition("=") for given in args.set)}
     report = Report(args.out)

@@ -770,12 +770,14 @@ def summary(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further case starts")
     parser.add_argument("--compile-only", action="store_true")
     arguments = parser.parse_args()
+    if not arguments.compile_only and torch.cuda.device_count() == 0:  # asks the driver, and can be forked after it
+        raise SystemExit("gpu_kernels: error: it measures a GPU, and PyTorch sees no CUDA device here")
     sections = arguments.sections.split(",")
     started = time.perf_counter()
     for failure in precompile(sections):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.bench.report import require_cuda
 
 NUM_TOKENS, MAX_LEN = 64, 1024
 TOLERANCE = {"float16": 0.08, "bfloat16": 0.5}
@@ -177,6 +178,8 @@ async def check_dtype(model: Path, cases: list[dict[str, Any]], device: str, dty
 
 
 def check(args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        require_cuda("gpu_parity")
     told = json.loads((args.folder / "expected.json").read_text())
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model.gguf"

@@ -1,4 +1,4 @@
-"""Measures `aioengine serve` over HTTP on one GPU, beside the online figures of `shared/anchors`.
+"""Measures `aioengine serve` over HTTP on one GPU, beside vLLM's figures.
 
     python -m aioengine.bench.gpu_server [--out DIR] [--model NAME] [--device cuda] [SERVE FLAGS ...]
 
@@ -8,7 +8,8 @@
 
 The model is a shape with random weights; its tokenizer is made here, one token for each of random words, so that
 every token is text and every step of a request is an event. The client is one asyncio process on plain sockets;
-`null` runs it against a server that answers at once, which shows what the client can take.
+`null` runs it against a server that answers at once, which shows what the client can take. vLLM's figures, in
+`ANCHORS` below, are of vLLM 0.26.0 with its defaults on one H200.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aioengine.bench.report import machine
+from aioengine.bench.report import machine, require_cuda
 from aioengine.bench.workloads import Timeline, percentile, summarize
 
 INPUT_WORDS, OUTPUT_TOKENS = 512, 128
@@ -250,7 +251,7 @@ async def run(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
         report[name] = found
         print(f"-- {name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
         for key, anchor in ANCHORS.get(name, {}).items():
-            print(f"     {key:22} {found[key]:>10}   anchor {anchor}", flush=True)
+            print(f"     {key:22} {found[key]:>10}   vLLM {anchor}", flush=True)
         if args.out is not None:
             (args.out / "gpu_server.json").write_text(json.dumps(report, indent=1))
 
@@ -287,6 +288,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256, help="requests of O1; fewer shrink the others too")
     parser.add_argument("--rest-s", type=float, default=15.0, help="idle seconds before measuring: graphs are captured")
     args, flags = parser.parse_known_args()
+    if args.device == "cuda":
+        require_cuda("gpu_server")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     asyncio.run(run(args, flags))
     return 0

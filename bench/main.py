@@ -19,6 +19,7 @@ from aioengine.bench import core, replay
 from aioengine.bench.report import check_output_file, peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
+from aioengine.cli.parser import Parser, whole_number
 from aioengine.config import GROUPS
 from aioengine.engine import AsyncEngine
 from aioengine.errors import InvalidConfig
@@ -36,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all benchmarks."""
-    parser = argparse.ArgumentParser(prog="aioengine bench", description="Measure latency and throughput.")
+    parser = Parser(prog="aioengine bench", takes="BENCHMARK", description="Measure latency and throughput.")
     kinds = parser.add_subparsers(required=True, metavar="BENCHMARK")
 
     latency = _add(kinds, "latency", run_latency, "Time to prefill and time per token at fixed batch sizes.")
@@ -46,9 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_lengths(latency, input_len=128, output_len=128)
 
     throughput = _add(kinds, "throughput", run_throughput, "Many requests at once, or arriving at a rate.")
-    throughput.add_argument("--num-prompts", type=int, default=64, help="Requests (default: 64).")
+    _add_number(throughput, "--num-prompts", 64, "Requests (default: 64).")
     throughput.add_argument("--request-rate", type=float, help="Poisson arrivals per second; by default all at once.")
-    throughput.add_argument("--prefix-len", type=int, default=0, help="Equal tokens at the start of all prompts.")
+    _add_number(throughput, "--prefix-len", 0, "Equal tokens at the start of all prompts.")
     throughput.add_argument("--temperature", type=float, default=0.0, help="Sampling temperature (default: 0).")
     _add_lengths(throughput, input_len=128, output_len=64)
 
@@ -61,7 +62,17 @@ def make_parser() -> argparse.ArgumentParser:
     summary = "Block pool, scheduler and host work alone, without a model."
     core.add_options(_add(kinds, "core", core.run_core, summary, engine=False))
     summary = "Hit rate of the prefix cache over traces, by eviction policy and size, without a model."
-    replay.add_options(_add(kinds, "replay", replay.run_replay, summary, engine=False, repeats=False))
+    traces = _add(
+        kinds,
+        "replay",
+        replay.run_replay,
+        summary,
+        engine=False,
+        repeats=False,
+        takes="[TRACE ...]",
+        details=replay.FILE_FORMAT,
+    )
+    replay.add_options(traces)
     return parser
 
 
@@ -172,15 +183,20 @@ def _median_of(runs: Sequence[dict[str, float]], name: str) -> float:
 
 
 def _add(
-    kinds: argparse._SubParsersAction[argparse.ArgumentParser],
+    kinds: argparse._SubParsersAction[Parser],
     name: str,
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
     summary: str,
     *,
     engine: bool = True,
     repeats: bool = True,
-) -> argparse.ArgumentParser:
-    parser = kinds.add_parser(name, help=summary, description=summary)
+    takes: str = "",
+    details: str = "",
+) -> Parser:
+    stray = "the model is named with --model MODEL" if engine else ""
+    parser = kinds.add_parser(
+        name, help=summary, description=" ".join(filter(None, [summary, details])), takes=takes, stray=stray
+    )
     parser.set_defaults(run=run)
     if repeats:
         parser.add_argument("--repeats", type=int, default=3, help="Runs whose median is reported (default: 3).")
@@ -191,6 +207,10 @@ def _add(
     return parser
 
 
-def _add_lengths(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
-    parser.add_argument("--input-len", type=int, default=input_len, help=f"Prompt tokens (default: {input_len}).")
-    parser.add_argument("--output-len", type=int, default=output_len, help=f"Output tokens (default: {output_len}).")
+def _add_lengths(parser: Parser, *, input_len: int, output_len: int) -> None:
+    _add_number(parser, "--input-len", input_len, f"Prompt tokens (default: {input_len}).")
+    _add_number(parser, "--output-len", output_len, f"Output tokens (default: {output_len}).")
+
+
+def _add_number(parser: Parser, flag: str, default: int, text: str) -> None:
+    parser.add_argument(flag, type=whole_number, metavar="N", default=default, help=text)

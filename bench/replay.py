@@ -27,6 +27,11 @@ POLICIES: tuple[Literal["lru", "cost"], ...] = ("lru", "cost")
 MAX_CONTEXT_COST = 1e6
 """What the KV manager takes."""
 Row = dict[str, Any]
+FILE_FORMAT = (
+    'A file has one JSON object per line: {"token_ids": [...], "num_output": N}, where the last N are generated, '
+    'or {"hash_ids": [...], "input_length": N} as in Mooncake\'s public traces, where each id stands for '
+    "--hash-block-size tokens; arrival or timestamp, if given, orders the requests."
+)
 
 
 @dataclass(slots=True)
@@ -49,7 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `bench replay`."""
     names = ", ".join(SYNTHETIC)
     parser.add_argument(
-        "traces", nargs="*", metavar="TRACE", help=f"One of {names}, or a file of JSON lines (default: {names})."
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help=f"One of {names}, or a file of JSON lines (default: {names}).",
     )
     parser.add_argument(
         "--budgets", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.2, 0.5],

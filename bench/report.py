@@ -39,6 +39,14 @@ def machine() -> dict[str, Any]:
     return {"processor": processor_name(), "cores": usable_cores(), "gpus": gpus, "versions": versions}
 
 
+def require_cuda(program: str) -> None:
+    """Ends a program that measures a GPU where there is none, with one line and exit code 1."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{program}: error: it measures a GPU, and PyTorch sees no CUDA device here")
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process has had resident so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,6 +18,7 @@ from importlib.metadata import version
 
 from aioengine.cli.cache_arguments import add_cache_arguments
 from aioengine.cli.flags import add_config_flags, add_model_argument, add_sampling_flags
+from aioengine.cli.parser import Parser
 from aioengine.config import GROUPS, ServerConfig
 from aioengine.errors import EngineError, InvalidConfig
 
@@ -31,27 +32,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return _guarded(lambda: _bench(argv[1:]), debug="--debug" in argv)
-    args = make_parser().parse_args(argv)
+    if argv[:1] == ["flags"]:
+        args = _flags_parser().parse_args(argv[1:])
+    else:
+        args = make_parser().parse_args(argv)
     return _guarded(lambda: _run(args), debug=args.debug)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of every subcommand but `bench`, which parses its own line."""
-    parser = argparse.ArgumentParser(prog="aioengine", description="An async-first LLM inference engine.")
+    parser = Parser(prog="aioengine", takes="COMMAND", description="An async-first LLM inference engine.")
     parser.add_argument("--version", action="version", version=f"aioengine {version('aioengine')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = _command(commands, "serve", "Serve a model over an OpenAI-compatible HTTP API.")
+    serve = _command(commands, "serve", "[MODEL]", "Serve a model over an OpenAI-compatible HTTP API.")
     add_model_argument(serve)
     add_config_flags(serve, {**GROUPS, "server": ServerConfig}, skip={"model"})
 
-    chat = _command(commands, "chat", "Talk to a model in the terminal.")
+    chat = _command(commands, "chat", "[MODEL]", "Talk to a model in the terminal.")
     add_model_argument(chat)
     chat.add_argument("--system", metavar="TEXT", help="System message that opens the conversation.")
     add_sampling_flags(chat, skip={"n"})
     add_config_flags(chat, GROUPS, skip={"model"})
 
-    generate = _command(commands, "generate", "Answer one prompt, or a file of prompts.")
+    generate = _command(
+        commands,
+        "generate",
+        "(PROMPT | --file FILE)",
+        "Answer one prompt, or a file of prompts.",
+        stray="one PROMPT is taken, in quotes; the model is named with --model MODEL",
+    )
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="PROMPT", help="The prompt.")
     source.add_argument(
@@ -66,31 +76,32 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling_flags(generate)
     add_config_flags(generate, GROUPS)
 
-    info = _command(commands, "info", "Show versions, devices, the model's facts and how many tokens fit.")
+    info = _command(commands, "info", "[MODEL]", "Show versions, devices, the model's facts and how many tokens fit.")
     add_model_argument(info)
     info.add_argument("--json", action="store_true", help="Write JSON.")
     add_config_flags(info, GROUPS, skip={"model"})
 
-    cache = _command(commands, "cache", "Govern the prefix cache of a running server (started with --enable-admin).")
+    summary = "Govern the prefix cache of a running server (started with --enable-admin)."
+    cache = _command(commands, "cache", "OPERATION", summary)
     add_cache_arguments(cache)
 
-    _command(commands, "flags", "Print the tables of options for the README.", is_listed=False)
     commands.add_parser("bench", help="Measure latency and throughput (see `aioengine bench --help`).")
     return parser
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    summary: str,
-    *,
-    is_listed: bool = True,
-) -> argparse.ArgumentParser:
-    if is_listed:
-        parser = commands.add_parser(name, help=summary, description=summary)
-    else:
-        parser = commands.add_parser(name, description=summary)
+    commands: argparse._SubParsersAction[Parser], name: str, takes: str, summary: str, *, stray: str = ""
+) -> Parser:
+    parser = commands.add_parser(name, help=summary, description=summary, takes=takes, stray=stray)
     parser.add_argument("--debug", action="store_true", help="Show tracebacks and log everything.")
+    return parser
+
+
+def _flags_parser() -> Parser:
+    """`flags` is for whoever changes the README: it stands in no list of commands."""
+    parser = Parser(prog="aioengine flags", description="Print the tables of options for the README.")
+    parser.set_defaults(command="flags")
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from aioengine.cli.parser import Parser
 
 OPERATIONS = {
     "reset": "Forget every cached prefix.",
@@ -21,16 +24,15 @@ WITH_START = {"evict", "quarantine", "lift"}
 WITH_EXACT = {"evict", "quarantine", "pin", "lease"}
 
 
-def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand per operation."""
+def add_cache_arguments(parser: Parser) -> None:
+    """One subcommand per operation; which server may be said before it or after it."""
+    _add_server(parser)
     operations = parser.add_subparsers(dest="operation", required=True, metavar="OPERATION")
     for name, summary in OPERATIONS.items():
-        operation = operations.add_parser(name, help=summary, description=summary)
+        operation = operations.add_parser(name, help=summary, description=summary, **_usage(name))
+        _add_server(operation, default=argparse.SUPPRESS)  # or it would undo what stands before the operation
         operation.add_argument(
-            "--url", default="http://127.0.0.1:8000", help="Address of the server (default: http://127.0.0.1:8000)."
-        )
-        operation.add_argument(
-            "--admin-key", metavar="KEY", help="Admin key of the server; by default AIOENGINE_ADMIN_KEY."
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="Show tracebacks and log everything."
         )
         if name in NAMING:
             _add_name(operation, with_all=name in WITH_START)
@@ -39,7 +41,8 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
                 "--start",
                 type=int,
                 metavar="TOKEN",
-                help="First token of the span; by default only what has the whole prefix in view is meant.",
+                help="First token of the span; by default only what was computed with the whole prefix in view is "
+                "meant, and 0 means all of the prefix.",
             )
         if name in WITH_EXACT:
             operation.add_argument(
@@ -57,7 +60,30 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
             operation.add_argument("--limit", type=int, default=100, help="Most records (default: 100).")
 
 
-def _add_name(operation: argparse.ArgumentParser, *, with_all: bool) -> None:
+def _usage(name: str) -> dict[str, str]:
+    """What an operation cannot do without, for its line of usage, and what to say of arguments beyond that."""
+    if name not in NAMING:
+        return {"takes": "PIN"} if name == "unpin" else {}
+    every = " | --all --cache-salt SALT" if name in WITH_START else ""
+    ttl = " --ttl-s SECONDS" if name == "lease" else ""
+    return {
+        "takes": f"(PROMPT | --token-ids IDS | --messages FILE{every}){ttl}",
+        "stray": "one PROMPT is taken, in quotes",
+    }
+
+
+def _add_server(parser: Parser, **default: Any) -> None:
+    parser.add_argument(
+        "--url",
+        help="Address of the server (default: http://127.0.0.1:8000).",
+        **{"default": "http://127.0.0.1:8000", **default},
+    )
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help="Admin key of the server; by default AIOENGINE_ADMIN_KEY.", **default
+    )
+
+
+def _add_name(operation: Parser, *, with_all: bool) -> None:
     name = operation.add_mutually_exclusive_group(required=True)
     name.add_argument("prompt", nargs="?", metavar="PROMPT", help="The prefix as text.")
     name.add_argument("--token-ids", metavar="IDS", help="The prefix as comma-separated token ids.")

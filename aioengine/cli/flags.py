@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from aioengine.cli.parser import SIZE_HELP, Parser, whole_number
 from aioengine.config import (
     GROUPS,
     EngineConfig,
@@ -42,14 +43,15 @@ SAMPLING_HELP = {
 `--seed` of the engine, from which requests without one get theirs."""
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
+def add_model_argument(parser: Parser) -> None:
     """The optional MODEL in first place, the same as `--model`."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=_help_of("model"))
-    parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="The same as MODEL in first place.")
 
 
-def add_config_flags(parser: argparse.ArgumentParser, groups: Mapping[str, type], *, skip: Iterable[str] = ()) -> None:
+def add_config_flags(parser: Parser, groups: Mapping[str, type], *, skip: Iterable[str] = ()) -> None:
     """One flag per field, in one section per group."""
+    parser.epilog = SIZE_HELP
     skip = set(skip)
     for name, cls in groups.items():
         section = parser.add_argument_group(f"{name} options")
@@ -59,7 +61,7 @@ def add_config_flags(parser: argparse.ArgumentParser, groups: Mapping[str, type]
             _add_flag(section, field.name, hint, _help_of(field.name, cls), field.metadata.get("metavar"))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, skip: Iterable[str] = ()) -> None:
+def add_sampling_flags(parser: Parser, *, skip: Iterable[str] = ()) -> None:
     """Flags for the fields of `SamplingParams` in `SAMPLING_HELP`."""
     section = parser.add_argument_group("sampling options (by default the model's own)")
     hints = typing.get_type_hints(SamplingParams)
@@ -88,7 +90,8 @@ def _add_flag(
     else:
         kind = {int: "N", float: "X", str: "TEXT"}[inner]
         action = "append" if repeats else "store"
-        section.add_argument(flag, type=inner, metavar=metavar or kind, action=action, **options)
+        read = whole_number if inner is int else inner
+        section.add_argument(flag, type=read, metavar=metavar or kind, action=action, **options)
 
 
 def flag_name(field_name: str) -> str:
