@@ -52,6 +52,9 @@ class ModelConfig:
     generation_config: Literal["auto", "neutral"] = option(
         "auto", "Sampling defaults from the model's generation_config.json, or neutral ones."
     )
+    max_logprobs: int = option(
+        20, "Most log-probabilities per token that a request may ask for, in its prompt too; -1 sets no limit."
+    )
     chat_template: str | None = option(None, "File with a Jinja chat template that replaces the model's.")
     seed: int = option(0, "Seed of dummy weights and of the seeds given to requests without one.")
 
@@ -260,6 +263,11 @@ class EngineConfig:
             object.__setattr__(self, group, made)
 
 
+def flag_name(name: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
 def option_fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
     """The fields of a group with their resolved types, in order: what flags and tables are made from."""
     hints = typing.get_type_hints(cls)
@@ -304,6 +312,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_request_bytes": (1024, 2**40),
     "drain_timeout_s": (0, 86400),
     "seed": (0, 2**63 - 1),
+    "max_logprobs": (-1, 2**31 - 1),
 }
 
 
@@ -358,6 +367,8 @@ class ResolvedConfig:
     max_model_len: int
     is_max_model_len_given: bool
     """Whether it was asked for, so that it must not be lowered."""
+    pool_option: str
+    """The option that sizes the KV pool, or would."""
     block_size: int
     hybrid_kv_cache: bool
     """Layers with a window keep no more than it, where others keep everything."""
@@ -373,6 +384,14 @@ class ResolvedConfig:
     """Tokens that steps are padded to, ascending; None leaves the choice to the device."""
     completion_poll_us: int
     determinism: Literal["none", "offline", "batch-invariant"]
+
+    def context_limit(self, model_max_len: int) -> tuple[str, str | None]:
+        """What set `max_model_len`, in words, and the option that raises it, if one does."""
+        if self.max_model_len >= model_max_len:
+            return "the model's context window", None
+        if self.is_max_model_len_given:
+            return "as configured", "max_model_len"
+        return "all that the KV pool holds", self.pool_option
 
 
 def usable_cores() -> int:
@@ -442,6 +461,7 @@ def resolve(
         kv_cache_dtype=kv_dtype,
         max_model_len=max_model_len,
         is_max_model_len_given=config.model.max_model_len is not None,
+        pool_option=_pool_option(config.cache, on_cpu),
         block_size=config.cache.block_size,
         hybrid_kv_cache=not config.cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=budget,
@@ -456,6 +476,13 @@ def resolve(
         completion_poll_us=config.runtime.completion_poll_us,
         determinism=config.runtime.determinism,
     )
+
+
+def _pool_option(cache: CacheConfig, on_cpu: bool) -> str:
+    for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        if getattr(cache, name) is not None:
+            return name
+    return "kv_cache_memory_bytes" if on_cpu else "gpu_memory_utilization"
 
 
 def _check_determinism(config: EngineConfig, device: str) -> None:

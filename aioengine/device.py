@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aioengine.config import CacheConfig, ResolvedConfig
+from aioengine.config import CacheConfig, ResolvedConfig, flag_name
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
 from aioengine.kv_layout import KVLayout
@@ -238,12 +238,11 @@ def limit_context(resolved: ResolvedConfig, num_tokens: int) -> ResolvedConfig:
     """
     if num_tokens >= resolved.max_model_len:
         return resolved
-    remedy = "--kv-cache-memory-bytes" if resolved.device == "cpu" else "--gpu-memory-utilization"
+    remedy = flag_name(resolved.pool_option)
     if num_tokens < 1:
         raise InvalidConfig(
-            f"the KV pool does not hold one block for every group of layers; raise {remedy}, or "
-            "--num-gpu-blocks-override where it is given",
-            param="kv_cache_memory_bytes" if resolved.device == "cpu" else "gpu_memory_utilization",
+            f"the KV pool does not hold one block for every group of layers; raise {remedy}",
+            param=resolved.pool_option,
         )
     if resolved.is_max_model_len_given:
         raise InvalidConfig(

@@ -139,9 +139,12 @@ class AsyncEngine:
         resolved, config = parts.resolved, self.config
         root_seed = hash_root_seed()
         if config.cache.prefix_caching_hash_algo != "sha256" and root_seed is None:
-            logger.info(
-                "block hashes have a random root: other processes cannot share this prefix cache; "
-                "PYTHONHASHSEED or --prefix-caching-hash-algo sha256 would let them"
+            # Hashes leave the process in KV events only: there it misleads a router that compares those of several
+            # processes. To all others it is a fact, and no reason to be warned at every start.
+            logger.log(
+                logging.INFO if KVEvents.wanted(config.cache) is None else logging.WARNING,
+                "block hashes have a random root: other processes cannot share this prefix cache, nor compare KV "
+                "events; PYTHONHASHSEED or --prefix-caching-hash-algo sha256 would let them",
             )
         max_in_flight = 2 if resolved.async_scheduling else 1
         seeds = random.Random(config.model.seed)
@@ -186,6 +189,8 @@ class AsyncEngine:
             parts.tokenizer,
             parts.chat_templates,
             max_model_len=resolved.max_model_len,
+            context_limit=resolved.context_limit(parts.spec.context_length),
+            max_logprobs=config.model.max_logprobs,
             vocab_size=parts.spec.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             next_seed=lambda: seeds.getrandbits(63),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.chat import render_chat
+from aioengine.config import flag_name
 from aioengine.errors import ContextLengthExceeded, InvalidRequest
 from aioengine.fastcore.token_ids import pack_token_ids
 from aioengine.sampler import SamplingPlan, compile_sampling
@@ -60,6 +61,8 @@ class Intake:
 
     Args:
         max_model_len: most tokens of prompt and output together.
+        context_limit: what set that, in words, and the option that raises it.
+        max_logprobs: most that are given per token; -1 for as many as there are.
         chat_templates: Jinja templates by name; empty if the model takes no messages.
         vocab_size: token ids must be below this (rows of the embedding).
         next_seed: gives the seed of a request that has none.
@@ -71,6 +74,8 @@ class Intake:
         chat_templates: Mapping[str, str],
         *,
         max_model_len: int,
+        context_limit: tuple[str, str | None],
+        max_logprobs: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         next_seed: Callable[[], int],
@@ -78,6 +83,9 @@ class Intake:
         self._tokenizer = tokenizer
         self._chat_templates = dict(chat_templates)
         self._max_model_len = max_model_len
+        self._context_limit, option = context_limit
+        self._or_raise = "" if option is None else f" or raise {flag_name(option)}"
+        self._max_logprobs = max_logprobs
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._next_seed = next_seed
@@ -94,6 +102,7 @@ class Intake:
             InvalidRequest: a field is wrong; the message says which, what was given and what is allowed.
             ContextLengthExceeded: the prompt, or prompt plus max_tokens, does not fit the context window.
         """
+        self._check_logprobs(params)
         seed = self._next_seed()  # before anything is awaited: by the order of arrival, not by that of tokenization
         token_ids, packed = await self._render(prompt, chat)
         max_tokens = self._fit(len(token_ids), params)
@@ -162,7 +171,7 @@ class Intake:
         if wanted > room:
             raise ContextLengthExceeded(
                 f"max_tokens={wanted} does not fit: prompt {num_prompt_tokens} + {wanted} > "
-                f"max_model_len {self._max_model_len}; lower max_tokens or raise --max-model-len",
+                f"max_model_len {self._max_model_len} ({self._context_limit}); lower max_tokens{self._or_raise}",
                 param="max_tokens",
             )
         return wanted
@@ -170,10 +179,23 @@ class Intake:
     def _too_long(self, num_prompt_tokens: int) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             f"the prompt has {num_prompt_tokens} tokens and leaves no room for output: "
-            f"prompt and output together may have max_model_len={self._max_model_len}; "
-            "shorten the prompt or raise --max-model-len",
+            f"prompt and output together may have max_model_len={self._max_model_len} ({self._context_limit}); "
+            f"shorten the prompt{self._or_raise}",
             param="prompt",
         )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        if self._max_logprobs == -1:
+            return
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(params, name)
+            count = self._vocab_size if given == -1 else given
+            if count is not None and count > self._max_logprobs:
+                asked = f"{name}=-1 asks for all {count} tokens and" if given == -1 else f"{name}={given}"
+                raise InvalidRequest(
+                    f"{asked} is above max_logprobs={self._max_logprobs}; ask for fewer or raise --max-logprobs",
+                    param=name,
+                )
 
     async def _compile(self, params: SamplingParams, fallback_seed: int) -> tuple[SamplingPlan, ...]:
         def run() -> tuple[SamplingPlan, ...]:

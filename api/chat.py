@@ -62,16 +62,21 @@ class Chat:
         overrides = sampling_overrides(fields)
         overrides["max_tokens"] = _max_tokens(fields)
         overrides["logprobs"] = _num_logprobs(fields)
-        return await submit_all(
-            self._engine,
-            [engine_messages(fields)],
-            self._engine.sampling_params(**overrides),
-            request_id=request_id,
-            priority=fields.priority or 0,
-            cache_salt=fields.cache_salt,
-            determinism=fields.determinism,
-            **chat_options(fields),
-        )
+        try:
+            return await submit_all(
+                self._engine,
+                [engine_messages(fields)],
+                self._engine.sampling_params(**overrides),
+                request_id=request_id,
+                priority=fields.priority or 0,
+                cache_salt=fields.cache_salt,
+                determinism=fields.determinism,
+                **chat_options(fields),
+            )
+        except InvalidRequest as error:
+            if error.param == "logprobs":  # which a chat calls otherwise
+                raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
+            raise
 
     async def _whole(self, fields: ChatRequest, head: Mapping[str, object]) -> bytes:
         submission = await self._submit(fields, str(head["id"]))

@@ -19,6 +19,7 @@ from aioengine.config import (
     ServerConfig,
     allowed_values,
     check_group,
+    flag_name,
     option_fields,
     without_none,
 )
@@ -92,11 +93,6 @@ def _add_flag(
         action = "append" if repeats else "store"
         read = whole_number if inner is int else inner
         section.add_argument(flag, type=read, metavar=metavar or kind, action=action, **options)
-
-
-def flag_name(field_name: str) -> str:
-    """`max_num_seqs` -> `--max-num-seqs`."""
-    return "--" + field_name.replace("_", "-")
 
 
 def _help_of(field_name: str, cls: type = GROUPS["model"]) -> str:

@@ -19,7 +19,7 @@ _VLLM = """
 --download-dir --enable-auto-tool-choice --enable-expert-parallel --enable-log-outputs --enable-log-requests
 --enable-lora --enable-prompt-embeds --guided-decoding-backend --hf-config-path --hf-overrides --hf-token
 --kv-sharing-fast-prefill --kv-transfer-config --limit-mm-per-prompt --logits-processors --lora-modules
---max-cpu-loras --max-log-len --max-logprobs --max-lora-rank --max-loras --max-parallel-loading-workers
+--max-cpu-loras --max-log-len --max-lora-rank --max-loras --max-parallel-loading-workers
 --mm-processor-kwargs --model-impl --model-loader-extra-config --num-speculative-tokens --otlp-traces-endpoint
 --override-generation-config --pipeline-parallel-size --quantization --reasoning-parser --response-role
 --root-path --runner --skip-tokenizer-init --speculative-config --speculative-model --ssl-ca-certs

@@ -13,12 +13,11 @@ from aioengine.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, flags, main
 from aioengine.cli.flags import (
     SAMPLING_HELP,
     engine_config,
-    flag_name,
     flag_table,
     sampling_overrides,
     server_config,
 )
-from aioengine.config import GROUPS, EngineConfig, ServerConfig, option_fields
+from aioengine.config import GROUPS, EngineConfig, ServerConfig, flag_name, option_fields
 from aioengine.errors import InvalidConfig, ModelNotFound
 from aioengine.types import SamplingParams
 

@@ -121,7 +121,7 @@ async def test_wrong_types_and_ranges_name_the_field(
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": -2}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"tools": [{"type": "function"}]}, "tools"),

@@ -54,8 +54,9 @@ CASES: dict[str, tuple[object, Callable[[], object], dict[str, object], str, str
     "stop id": ("x", params(stop_token_ids=(VOCAB_SIZE,)), {}, "stop_token_ids", f"{LAST_ID}"),
     "bias id": ("x", params(logit_bias={VOCAB_SIZE: 1.0}), {}, "logit_bias", f"{LAST_ID}"),
     "allowed id": ("x", params(allowed_token_ids=(VOCAB_SIZE,)), {}, "allowed_token_ids", f"{LAST_ID}"),
-    "too many logprobs": ("x", params(logprobs=VOCAB_SIZE + 1), {}, "logprobs", "use -1"),
-    "too many prompt logprobs": ("x", params(prompt_logprobs=VOCAB_SIZE + 1), {}, "prompt_logprobs", "use -1"),
+    "too many logprobs": ("x", params(logprobs=21), {}, "logprobs", "raise --max-logprobs"),
+    "all logprobs": ("x", params(logprobs=-1), {}, "logprobs", f"all {VOCAB_SIZE} tokens .* max_logprobs=20"),
+    "too many prompt logprobs": ("x", params(prompt_logprobs=21), {}, "prompt_logprobs", "raise --max-logprobs"),
     "nothing left": ("x", params(allowed_token_ids=(1,), min_tokens=1), {}, "min_tokens", "cannot be reached"),
     "negative temperature": ("x", params(temperature=-1.0), {}, "temperature", "at least 0"),
     "not a number": ("x", params(top_p=float("nan")), {}, "top_p", "finite"),
@@ -115,6 +116,8 @@ async def test_render_refuses_as_submit_does(engine: AsyncEngine) -> None:
 async def test_a_pool_too_small_for_the_context_shortens_it(make_engine: MakeEngine) -> None:
     async with make_engine(num_gpu_blocks_override=4) as engine:
         assert engine.model.max_model_len == 48
-        with pytest.raises(ContextLengthExceeded, match="48"):
+        with pytest.raises(
+            ContextLengthExceeded, match="48 .all that the KV pool holds.* or raise --num-gpu-blocks-override"
+        ):
             await engine.submit([5] * 49, GOOD())
         assert len((await ask(engine, [5] * 44, SamplingParams(max_tokens=4, ignore_eos=True))).token_ids) == 4

@@ -75,7 +75,8 @@ def test_a_context_is_lowered_to_the_pool_unless_it_was_asked_for(
     device: str, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, asked = resolved_for(1000)
-    asked = replace(asked, device=device)
+    option = {"cpu": "kv_cache_memory_bytes", "cuda": "gpu_memory_utilization"}[device]
+    asked = replace(asked, device=device, pool_option=option)
     assert limit_context(asked, 1000) is asked
     with pytest.raises(InvalidConfig, match=f"max_model_len=1000 .* holds 999 tokens.*{remedy}"):
         limit_context(asked, 999)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from aioengine.config import EngineConfig, ResolvedConfig, resolve
@@ -107,3 +109,31 @@ def test_sizes_that_cannot_be_captured_are_refused(options: dict[str, object], m
     with pytest.raises(InvalidConfig, match=message) as caught:
         resolved(**options)
     assert caught.value.param == "cudagraph_capture_sizes"
+
+
+@pytest.mark.parametrize(
+    ("options", "held", "limit"),
+    [
+        ({}, 4096, ("the model's context window", None)),
+        ({"max_model_len": 4096, "num_gpu_blocks_override": 9}, 4096, ("the model's context window", None)),
+        ({"max_model_len": 100}, 100, ("as configured", "max_model_len")),
+        ({}, 100, ("all that the KV pool holds", "kv_cache_memory_bytes")),
+        ({"kv_cache_memory_bytes": 9}, 100, ("all that the KV pool holds", "kv_cache_memory_bytes")),
+        (
+            {"kv_cache_memory_bytes": 9, "num_gpu_blocks_override": 9},
+            100,
+            ("all that the KV pool holds", "num_gpu_blocks_override"),
+        ),
+    ],
+)
+def test_what_limits_the_context_is_known(options: dict[str, object], held: int, limit: tuple[str, str | None]) -> None:
+    config = replace(resolved(**options), max_model_len=held)  # as lowered to what the pool holds
+    assert config.context_limit(4096) == limit
+
+
+def test_a_gpu_s_pool_is_sized_by_its_share_of_memory() -> None:
+    for options, option in (({}, "gpu_memory_utilization"), ({"kv_cache_memory_bytes": 9}, "kv_cache_memory_bytes")):
+        made = resolve(
+            EngineConfig(**options), model_max_len=4096, model_dtype="bfloat16", cuda_available=True, num_cores=2
+        )
+        assert made.pool_option == option

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import aioengine
-from aioengine.cli.flags import flag_name, flag_table
-from aioengine.config import GROUPS, ServerConfig
+from aioengine.cli.flags import flag_table
+from aioengine.config import GROUPS, ServerConfig, flag_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC_FACE = {"aioengine", "aioengine.engine", "aioengine.config", "aioengine.errors", "aioengine.types"}
