@@ -24,6 +24,7 @@ import msgspec
 
 from aioengine.config import CacheConfig
 from aioengine.errors import InvalidConfig
+from aioengine.fastcore.key_tails import key_parts
 from aioengine.fastcore.kv_journal import KVJournal
 from aioengine.fastcore.kv_manager import KVManager
 
@@ -52,6 +53,9 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     lora_id: int | None = None
     extra_keys: bytes | None = None
     """Adapter and the like, as in the request."""
+    media: list[list[tuple[bytes, int]]] | None = None
+    """Per block the media items in it: identifier, and where the item begins relative to the block; None where all
+    blocks have none."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
@@ -226,6 +230,8 @@ def _plain(event: KVEvent) -> dict[str, object]:
     for name, value in msgspec.structs.asdict(event).items():
         if name == "block_hashes":
             value = [block_hash.hex() for block_hash in value]
+        if name == "media" and value is not None:
+            value = [[(identifier.hex(), begin) for identifier, begin in items] for items in value]
         plain[name] = value.hex() if isinstance(value, bytes) else value
     return plain
 
@@ -236,12 +242,19 @@ def events_of(entries: list[Entry], block_size: int) -> Iterator[KVEvent]:
     for entry in entries:
         if entry[0] == "stored":
             _, block_hash, parent, token_ids, tail = entry
-            extra_keys = _extra_keys(tail)
-            if isinstance(event, BlockStored) and event.block_hashes[-1] == parent and event.extra_keys == extra_keys:
+            keys, _, items = key_parts(tail)  # the salt is nobody's business
+            extra_keys, media = keys or None, [items] if items else None
+            if (
+                isinstance(event, BlockStored)
+                and (event.block_hashes[-1], event.extra_keys) == (parent, extra_keys)
+                and (event.media is None) == (media is None)
+            ):
                 event.block_hashes.append(block_hash)
                 event.token_ids += token_ids
+                if event.media is not None:
+                    event.media.append(items)
                 continue
-            new: KVEvent = BlockStored([block_hash], parent, token_ids, block_size, extra_keys=extra_keys)
+            new: KVEvent = BlockStored([block_hash], parent, token_ids, block_size, extra_keys=extra_keys, media=media)
         elif entry[0] == "removed":
             if isinstance(event, BlockRemoved):
                 event.block_hashes.append(entry[1])
@@ -254,12 +267,6 @@ def events_of(entries: list[Entry], block_size: int) -> Iterator[KVEvent]:
         event = new
     if event is not None:
         yield event
-
-
-def _extra_keys(tail: bytes) -> bytes | None:
-    """The extra keys in the tail of a block's hashed bytes; the salt behind them is nobody's business."""
-    length = int.from_bytes(tail[:4], "little")
-    return tail[4 : 4 + length] or None
 
 
 class _ZmqPublisher:

@@ -24,6 +24,7 @@ from aioengine.outputs import ChoiceOutput, RequestStream
 from aioengine.types import RequestTiming
 
 if TYPE_CHECKING:
+    from aioengine.fastcore.key_tails import Media
     from aioengine.fastcore.step_buffer import StepPlan
     from aioengine.outputs import RowLogprobs
     from aioengine.runner import StepResult
@@ -132,9 +133,12 @@ class LiveRequests:
         priority: int,
         cache_salt: str | None,
         arrived_s: float,
+        media: Media = (),
         prewarms: bool = False,
     ) -> RequestStream:
         """Queues a request and returns the stream of its outputs; one that prewarms computes for the cache alone.
+
+        `media` as in `Request`; no caller has any before there are multimodal models.
 
         Raises:
             ContextLengthExceeded: the KV pool can never hold it; nothing was queued.
@@ -164,6 +168,7 @@ class LiveRequests:
                 sampling=plan,
                 stream=choice,
                 siblings=siblings,
+                media=media,
                 prewarms=prewarms,
             )
             live.choices.append(choice)

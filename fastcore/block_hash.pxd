@@ -1,6 +1,8 @@
 # The key of a full block in the prefix map: a chained hash over everything that determines its KV.
 from libc.stdint cimport int32_t, uint64_t
 
+from aioengine.fastcore.key_tails cimport KeyTails
+
 
 cdef extern from *:
     """
@@ -35,8 +37,7 @@ cdef class BlockHasher:
     cdef size_t payload_size
 
     cdef int hash_path(
-        self, const int32_t* tokens, int32_t block_size, bytes first_tail, bytes later_tail,
-        Hash* hashes, int32_t start, int32_t end
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, Hash* hashes, int32_t start, int32_t end
     ) except -1
     cdef int hash_block(
         self, const Hash* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, Hash* out

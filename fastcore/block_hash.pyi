@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, final
 
-def key_tail(extra_keys: bytes, cache_salt: bytes) -> bytes:
-    """The extra keys and the salt as they enter a block's hash, each with its length in front."""
+from aioengine.fastcore.key_tails import Media
 
 @final
 class BlockHasher:
@@ -34,6 +33,15 @@ class BlockHasher:
     def is_compiled(self) -> bool:
         """Whether hashes are computed without going through Python."""
     def chain(
-        self, token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"", cache_salt: bytes = b""
+        self,
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_keys: bytes = b"",
+        cache_salt: bytes = b"",
+        media: Media = (),
     ) -> list[bytes]:
-        """The hashes of all full blocks of a sequence."""
+        """The hashes of all full blocks of a sequence.
+
+        Raises:
+            ValueError: media items that `KeyTails` refuses.
+        """

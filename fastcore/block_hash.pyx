@@ -4,7 +4,7 @@ Owns the byte layout that is hashed and the root of the chains. Does not know wh
 their hashes are kept; `kv_manager` asks for the hashes of a request's full blocks.
 
     hashed bytes = parent digest (16 or 32) | token ids, int32 little endian | tail
-    tail         = u32 length, extra keys | u32 length, cache salt (length 0 after the first block)
+    tail         = what else determines the block's KV (key_tails)
 
 XXH3 of a block takes less time than a call from Python, so the function is called where the module xxhash has it
 from: libxxhash, which it links or brings along. A build of the module that hides it costs time, not hits: the same
@@ -44,11 +44,6 @@ cdef bytes SHARED_ROOT_SEED = b"aioengine prefix cache root, version 1"
 
 def _sha256(data):
     return hashlib.sha256(data).digest()
-
-
-def key_tail(bytes extra_keys, bytes cache_salt):
-    """The last part of the hashed bytes; lengths in front keep (ab, c) apart from (a, bc) (INV-13)."""
-    return b"".join(len(part).to_bytes(4, "little") + part for part in (extra_keys, cache_salt))
 
 
 @cython.final
@@ -95,15 +90,14 @@ cdef class BlockHasher:
         return self.compiled != NULL
 
     cdef int hash_path(
-        self, const int32_t* tokens, int32_t block_size, bytes first_tail, bytes later_tail,
-        Hash* hashes, int32_t start, int32_t end
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, Hash* hashes, int32_t start, int32_t end
     ) except -1:
         """Hashes the full blocks `start` to `end` of a sequence, each from the one before (B3, INV-12)."""
         cdef int32_t i
         for i in range(start, end):
             self.hash_block(
                 &self.root if i == 0 else &hashes[i - 1], tokens + <Py_ssize_t> i * block_size, block_size,
-                first_tail if i == 0 else later_tail, &hashes[i],
+                tails.at(i, block_size), &hashes[i],
             )
         return 0
 
@@ -136,7 +130,7 @@ cdef class BlockHasher:
     cdef bytes as_bytes(self, const Hash* hash):
         return PyBytes_FromStringAndSize(<const char*> hash, self.digest_size)
 
-    def chain(self, token_ids, int block_size, bytes extra_keys=b"", bytes cache_salt=b""):
+    def chain(self, token_ids, int block_size, bytes extra_keys=b"", bytes cache_salt=b"", media=()):
         """The hashes of all full blocks of a sequence."""
         cdef int32_t count = len(token_ids) // block_size
         cdef int32_t[::1] tokens = memoryview(bytearray(4 * max(1, len(token_ids)))).cast("i")
@@ -147,8 +141,8 @@ cdef class BlockHasher:
                 raise MemoryError()
             for i in range(len(token_ids)):
                 tokens[i] = token_ids[i]
-            first_tail, later_tail = key_tail(extra_keys, cache_salt), key_tail(extra_keys, b"")
-            self.hash_path(&tokens[0], block_size, first_tail, later_tail, hashes, 0, count)
+            tails = KeyTails(extra_keys, cache_salt, media, len(token_ids))
+            self.hash_path(&tokens[0], block_size, tails, hashes, 0, count)
             return [self.as_bytes(&hashes[i]) for i in range(count)]
         finally:
             PyMem_Free(hashes)

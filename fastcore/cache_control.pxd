@@ -17,7 +17,8 @@ cdef class CacheControl:
     cdef int32_t walk(self, NamedPrefix name, int32_t most, list found) except -1
     cdef list hit_of(self, NamedPrefix name, list twins)
     cdef list roots_of_span(self, NamedPrefix name, bint* is_exact)
-    cdef bint continues(self, NamedPrefix name, int32_t parent, int32_t block_id) except *
+    cdef bint is_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *
+    cdef bint may_be_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *
     cdef list below(self, int32_t block_id)
     cdef int break_pins(self, set gone) except -1
     cdef int keep_back(self, NamedPrefix name) except -1

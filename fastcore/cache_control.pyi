@@ -23,7 +23,8 @@ class CacheControl:
 
         Returns:
             Whether it was exact, blocks taken out, of those still in use, requests that go on with them, and
-            pins broken; None if it cannot be done, or not exactly and has to be: then nothing changes.
+            pins broken; None if it cannot be done, or not exactly and has to be: then nothing changes. Inexact is
+            a name that ends inside a block if tokens are not kept, or if media are there that it does not tell of.
         """
     def take_back(self, request: Request) -> tuple[int, int]:
         """Evicts what a request has computed since its last good token, because a row of it has failed.

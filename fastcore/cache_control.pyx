@@ -50,17 +50,18 @@ cdef class CacheControl:
         return block_id
 
     cdef list roots_of_span(self, NamedPrefix name, bint* is_exact):
-        """The cached blocks in which the span begins. Inexact: among them are others with the same parent.
+        """The cached blocks in which the span begins. Inexact: among them may be others with the same parent.
 
         None if they cannot be told from those of other tenants.
         """
         cdef list found = []
         cdef list roots = []
-        cdef int32_t parent
+        cdef bytes tail
+        cdef int32_t parent, start
         cdef uint32_t lane
         is_exact[0] = True
         if name.num_tokens == 0:
-            return self.kv.first_blocks(name.first_tail)
+            return self.kv.first_blocks(name.tails.first)
         if name.num_tokens >= (name.span_block + 1) * name.block_size:
             self.walk(name, name.span_block + 1, found)
             return found[name.span_block:]
@@ -70,25 +71,37 @@ cdef class CacheControl:
         if self.kv.block_tokens is None:
             is_exact[0] = False
             return self.kv.prefix_map.tree.children_of(parent) if parent != ROOT else None
-        lane = lane_of(name.first_tail, name.tokens[0])
+        lane = lane_of(name.tails.first, name.tokens[0])
+        start = name.span_block * name.block_size
+        tail = name.tails.at(name.span_block, name.block_size)
         for block_id in self.kv.prefix_map.tree.children_of(parent, lane):
-            if self.continues(name, parent, block_id):
+            if self.kv.block_tokens.num_common(
+                block_id, &name.tokens[start], name.num_tokens - start
+            ) < name.num_tokens - start:
+                continue
+            if self.is_child(name, parent, block_id, tail):
                 roots.append(block_id)
+            elif self.may_be_child(name, parent, block_id, tail):
+                roots.append(block_id)
+                is_exact[0] = False
         return roots
 
-    cdef bint continues(self, NamedPrefix name, int32_t parent, int32_t block_id) except *:
-        """Whether a child of the last full block of a name begins like the rest of the name, and is its tenant's."""
-        cdef int32_t start = name.span_block * name.block_size
-        cdef int32_t rest = name.num_tokens - start
+    cdef bint is_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *:
+        """Whether a block that begins like the rest of a name follows its last full one with just this tail."""
         cdef Hash before = self.kv.hasher.root if parent == ROOT else self.kv.prefix_map.hash_of(parent)
         cdef Hash expected
-        if self.kv.block_tokens.num_common(block_id, &name.tokens[start], rest) < rest:
-            return False
-        self.kv.hasher.hash_block(
-            &before, self.kv.block_tokens.of(block_id), name.block_size,
-            name.first_tail if parent == ROOT else name.later_tail, &expected,
-        )
+        self.kv.hasher.hash_block(&before, self.kv.block_tokens.of(block_id), name.block_size, tail, &expected)
         return self.kv.prefix_map.has_hash(block_id, &expected)
+
+    cdef bint may_be_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *:
+        """Whether a block with another tail may still hold the span: it has media that the name does not tell of.
+
+        They may begin behind the name, or stand for other pictures among its tokens: the hash does not say which.
+        """
+        cdef bytes without = name.tails.first if parent == ROOT else name.tails.later
+        if parent == ROOT and not self.kv.is_under(block_id, without):
+            return False  # another tenant's
+        return tail == without or not self.is_child(name, parent, block_id, without)
 
     cdef list below(self, int32_t block_id):
         """A cached block and all cached after it."""

@@ -160,7 +160,7 @@ cdef class GroupTables:
             for i in range(table.num_out):
                 table.blocks[i] = NULL_BLOCK
             for i in range(table.num_out, table.num_blocks):
-                if request.prewarms:  # to prewarm is no use
+                if request.prewarms:  # to prewarm is no hit
                     self.pool.acquire(table.blocks[i])
                 else:
                     self.pool.hit(table.blocks[i])

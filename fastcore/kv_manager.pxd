@@ -18,7 +18,7 @@ cdef class KVManager:
     cdef readonly GroupTables more            # tables of the groups behind the first; None: there is one
     cdef readonly BlockHasher hasher          # None: prefix caching is off
     cdef readonly BlockTokens block_tokens    # None: partial-block reuse is off
-    cdef int64_t[::1] tail_hashes             # of cached first blocks; None: their tokens are kept
+    cdef int64_t[::1] tail_hashes             # of cached first blocks' salts and keys; None: their tokens tell them
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
     cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
@@ -33,7 +33,7 @@ cdef class KVManager:
     cdef int32_t before_fresh(self, Request request, int32_t num_hits) noexcept
     cdef int match_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t before_barred(self, Request request, int32_t most) except -1
-    cdef bint continues(self, int32_t block_id, Request request, int32_t at) except -1
+    cdef bint continues(self, int32_t block_id, Request request, int32_t at, bytes tail) except -1
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
@@ -55,4 +55,6 @@ cdef class KVManager:
     cpdef int hold_back(self, Request request, int32_t until) except -1
     cdef int take_blocks(self, Request request, int32_t num_tokens) except -1
     cpdef list first_blocks(self, bytes first_tail)
+    cdef bint is_under(self, int32_t block_id, bytes first_tail) except -1
+    cdef int keep_tail(self, Request request) except -1
     cdef int ensure_hashes(self, Request request, int32_t count) except -1

@@ -73,7 +73,7 @@ class KVManager:
     def release(self, request: Request) -> int:
         """Gives all blocks back, deepest first."""
     def first_blocks(self, first_tail: bytes) -> list[int]:
-        """The cached first blocks of all prefixes whose first block is hashed with this tail (`key_tail`)."""
+        """The cached first blocks of all prefixes under a salt and keys (`key_tail`), whatever their media."""
     @property
     def bytes_per_block(self) -> float:
         """Memory that a block takes here: record, hash, slots of the map, links of the tree, token ids."""

@@ -70,7 +70,7 @@ cdef class KVManager:
         if enable_prefix_caching and enable_partial_block_reuse:
             self.block_tokens = BlockTokens(num_blocks, block_size)
         elif enable_prefix_caching:
-            self.tail_hashes = memoryview(bytearray(num_blocks * sizeof(int64_t))).cast("q")
+            self.tail_hashes = no_tail_hashes(num_blocks)
 
     cdef bint shares_prompts(self, Request request) noexcept:
         """Whether siblings of a request find what one of them computed: in its tables, or in the prefix map."""
@@ -132,11 +132,12 @@ cdef class KVManager:
         cdef int32_t most = (self.before_barred(request, end) if self.barred else end) - start
         cdef int32_t best = 0
         cdef int32_t candidates = 0
-        cdef int32_t at = self.prefix_map.tree.newest(parent, lane_of(request.first_tail, request.tokens[0]))
+        cdef int32_t at = self.prefix_map.tree.newest(parent, lane_of(request.tails.first, request.tokens[0]))
+        cdef bytes tail = request.tails.at(num_hits, self.block_size)
         cdef int32_t common
         while at != ROOT and candidates < MOST_CANDIDATES and best < most:
             common = self.block_tokens.num_common(at, tokens, most) if self.is_settled(at) else 0
-            if common > best and self.continues(at, request, num_hits):
+            if common > best and self.continues(at, request, num_hits, tail):
                 best = common
                 request.copy_source = at
             at = self.prefix_map.tree.nodes[at].next
@@ -144,16 +145,17 @@ cdef class KVManager:
         request.num_matched = start + best
         return 0
 
-    cdef bint continues(self, int32_t block_id, Request request, int32_t at) except -1:
+    cdef bint continues(self, int32_t block_id, Request request, int32_t at, bytes tail) except -1:
         """Whether a cached block would be the request's block `at` if its tokens were the request's.
 
-        Its hash proves what tokens cannot: that it follows the same blocks under the same salt and keys.
+        Its hash proves what tokens cannot: that it follows the same blocks under the same salt and keys, and holds
+        the same media at the same places. One that has a picture only behind the common tokens is not told from one
+        that has another among them, and is not used.
         """
         cdef Hash expected
         self.hasher.hash_block(
             &self.hasher.root if at == 0 else &request.hashes[at - 1],
-            self.block_tokens.of(block_id), self.block_size,
-            request.first_tail if at == 0 else request.later_tail, &expected,
+            self.block_tokens.of(block_id), self.block_size, tail, &expected,
         )
         return self.prefix_map.has_hash(block_id, &expected)
 
@@ -225,7 +227,9 @@ cdef class KVManager:
             assert request.copy_source == NULL_BLOCK or num_hits < self.blocks_for(num_tokens), repr(request)
         if self.num_lacking(request, num_hits, num_tokens) > 0:
             return False
-        # Before any new block is taken, or a hit could be the next victim (INV-18). To prewarm is no use.
+        # Before any new block is taken, or a hit could be the next victim (INV-18). To prewarm is no hit: what was
+        # prewarmed stays the first to go, and a hit counts for nothing. What others cached is merely held meanwhile;
+        # under LRU it is the newest when it is released, as after any owner.
         self.pool.acquire_all(request.blocks, num_hits, not request.prewarms)
         if request.copy_source != NULL_BLOCK:
             self.pool.acquire_all(&request.copy_source, 1, not request.prewarms)
@@ -364,7 +368,7 @@ cdef class KVManager:
         if self.barred and self.is_barred(request, at):
             return 0
         if at == 0:
-            lane = lane_of(request.first_tail, request.tokens[0])
+            lane = lane_of(request.tails.first, request.tokens[0])
         else:
             parent = request.blocks[at - 1]
             if not self.pool.blocks[parent].flags & HASHED:  # a duplicate: its twin is the parent
@@ -375,15 +379,15 @@ cdef class KVManager:
             return 0
         if self.block_tokens is not None:
             self.block_tokens.keep(request.blocks[at], request.tokens + <Py_ssize_t> at * self.block_size)
-        elif at == 0:
-            self.tail_hashes[request.blocks[0]] = hash(request.first_tail)
+        if at == 0:
+            self.keep_tail(request)
         if request.prewarms:
             self.pool.blocks[request.blocks[at]].flags |= PREWARMED
         if self.prefix_map.journal is not None:
             self.prefix_map.journal.stored(
                 self.prefix_map.bytes_of(request.blocks[at]), self.prefix_map.bytes_of(parent) if at else None,
                 request.tokens + <Py_ssize_t> at * self.block_size, self.block_size,
-                request.first_tail if at == 0 else request.later_tail,
+                request.tails.at(at, self.block_size),
             )
         return 1
 
@@ -404,27 +408,36 @@ cdef class KVManager:
         return most
 
     cpdef list first_blocks(self, bytes first_tail):
-        """The cached first blocks of all prefixes with a tail.
-
-        Told by their hashes where the tokens are kept, else by 64 bits of the tail's.
-        """
-        cdef int64_t tail_hash = hash(first_tail)
+        """The cached first blocks of all prefixes under a salt and keys, whatever media they hold."""
         cdef list found = []
-        cdef Hash own
         cdef int32_t i
         for i in range(1, self.pool.num_blocks):
-            if self.prefix_map.tree.nodes[i].parent != ROOT:
-                continue
-            if self.block_tokens is None:
-                if self.tail_hashes[i] == tail_hash:
-                    found.append(i)
-                continue
-            self.hasher.hash_block(
-                &self.hasher.root, self.block_tokens.of(i), self.block_size, first_tail, &own
-            )
-            if self.prefix_map.has_hash(i, &own):
+            if self.prefix_map.tree.nodes[i].parent == ROOT and self.is_under(i, first_tail):
                 found.append(i)
         return found
+
+    cdef int keep_tail(self, Request request) except -1:
+        """Remembers the salt and keys of a first block that was just indexed, in 64 bits.
+
+        Where tokens are kept its hash tells them, unless media have entered it: most pools hold none, and then
+        need no memory for that.
+        """
+        if self.tail_hashes is None:
+            if request.tails.at(0, self.block_size) is request.tails.first:
+                return 0
+            self.tail_hashes = no_tail_hashes(self.pool.num_blocks)
+        self.tail_hashes[request.blocks[0]] = hash(request.tails.first)
+        return 0
+
+    cdef bint is_under(self, int32_t block_id, bytes first_tail) except -1:
+        """Whether a cached first block is under a salt and keys."""
+        cdef Hash own
+        if self.tail_hashes is not None and self.tail_hashes[block_id] == <int64_t> hash(first_tail):
+            return True
+        if self.block_tokens is None:
+            return False
+        self.hasher.hash_block(&self.hasher.root, self.block_tokens.of(block_id), self.block_size, first_tail, &own)
+        return self.prefix_map.has_hash(block_id, &own)
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
@@ -462,8 +475,7 @@ cdef class KVManager:
         request.reserve_hashes(count)
         if request.num_hashes < count:
             self.hasher.hash_path(
-                request.tokens, self.block_size, request.first_tail, request.later_tail,
-                request.hashes, request.num_hashes, count,
+                request.tokens, self.block_size, request.tails, request.hashes, request.num_hashes, count
             )
             request.num_hashes = count
         return 0
@@ -531,3 +543,7 @@ cdef class KVManager:
             assert self.pool.blocks[i].num_refs == num_owners, (
                 f"block {i} counts {self.pool.blocks[i].num_refs} owners, {num_owners} own it"
             )
+
+
+cdef int64_t[::1] no_tail_hashes(int32_t num_blocks):
+    return memoryview(bytearray(num_blocks * sizeof(int64_t))).cast("q")

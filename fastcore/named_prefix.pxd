@@ -2,12 +2,12 @@
 from libc.stdint cimport int32_t
 
 from aioengine.fastcore.block_hash cimport BlockHasher, Hash
+from aioengine.fastcore.key_tails cimport KeyTails
 from aioengine.fastcore.request cimport Request
 
 
 cdef class NamedPrefix:
-    cdef bytes first_tail
-    cdef bytes later_tail
+    cdef KeyTails tails
     cdef const int32_t[::1] tokens
     cdef readonly int32_t num_tokens
     cdef readonly int32_t block_size
@@ -17,7 +17,7 @@ cdef class NamedPrefix:
 
     @staticmethod
     cdef NamedPrefix of_block(Request request, int32_t at, int32_t block_size)
-    cdef bint is_in(self, Request request) noexcept
-    cdef bint begins_in(self, Request request) noexcept
-    cdef bint agrees(self, Request request, int32_t count) noexcept
+    cdef bint is_in(self, Request request) except -1
+    cdef bint begins_in(self, Request request) except -1
+    cdef bint agrees(self, Request request, int32_t count) except -1
     cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1

@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from aioengine.fastcore.block_hash cimport Hash
+from aioengine.fastcore.key_tails cimport KeyTails
 
 
 cdef enum Status:
@@ -32,8 +33,7 @@ cdef class Request
 cdef class Siblings:
     cdef readonly int32_t num_prompt_tokens
     cdef object prompt          # int32 array
-    cdef bytes first_tail
-    cdef bytes later_tail
+    cdef KeyTails tails
     cdef list running           # members with blocks, in order of admission
     cdef list aside             # members that wait until one that runs has computed the prompt
 
@@ -60,8 +60,7 @@ cdef class Request:
     cdef int32_t* stop_ids            # eos ids, then the other stop ids
     cdef int32_t num_eos_ids
     cdef int32_t num_stop_ids         # both kinds
-    cdef bytes first_tail             # what follows the tokens in the hash of the first block,
-    cdef bytes later_tail             # and of every other (INV-13)
+    cdef KeyTails tails               # what follows the tokens in the hash of each block (INV-13)
 
     # Tokens known on the host: prompt, then output. Append-only.
     cdef int32_t* tokens
@@ -104,7 +103,7 @@ cdef class Request:
     cdef int32_t hashes_capacity
     cdef int32_t num_hashes
 
-    cdef int set_prompt(self, prompt, Siblings siblings) except -1
+    cdef object set_prompt(self, prompt)
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
     cdef int reserve_blocks(self, int32_t count) except -1

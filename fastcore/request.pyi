@@ -24,14 +24,18 @@ class Request:
         min_tokens: eos and stop ids do not end the output before it has this many tokens.
         extra_keys: enters the hash of every block (adapter name and the like).
         cache_salt: enters the hash of the first block, and through the chain all others.
+        media: items of the prompt as (first token, number of tokens, identifier), in order; each enters the hashes
+            of the blocks that it overlaps, and through the chain all after them. For multimodal models to come:
+            the engine's intake passes none yet.
         skip_prefix_cache: do not read the prefix cache; full blocks are still offered to others.
         wants_prompt_logits: rows of its prompt carry PROMPT_LOGITS; implies not reading the cache.
         prewarms: computes for the cache alone: its blocks are the first to be evicted until somebody hits them.
         sampling, stream: kept for the runner and the engine, not looked at.
-        siblings: requests with the same prompt and keys, which is then computed once for all of them.
+        siblings: requests with the same prompt, keys and media, which is then computed once for all of them.
 
     Raises:
-        ValueError: an empty prompt, a negative token id or a negative limit; siblings that differ, or want
+        ValueError: an empty prompt, a negative token id or a negative limit; a media item without tokens or
+            identifier, out of order, overlapping another or not within the prompt; siblings that differ, or want
             prompt logits.
     """
 

@@ -16,8 +16,6 @@ import numpy as np
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.string cimport memcpy, memset
 
-from aioengine.fastcore.block_hash import key_tail
-
 cdef tuple STATUS_NAMES = ("new", "held", "waiting", "running", "preempted", "finished")
 
 
@@ -29,11 +27,8 @@ cdef class Siblings:
     cdef int join(self, Request request, prompt) except -1:
         if self.prompt is None:
             self.prompt, self.num_prompt_tokens = prompt, request.num_prompt_tokens
-            self.first_tail, self.later_tail = request.first_tail, request.later_tail
-        elif (
-            request.first_tail != self.first_tail or request.later_tail != self.later_tail
-            or not np.array_equal(prompt, self.prompt)
-        ):
+            self.tails = request.tails
+        elif request.tails != self.tails or not np.array_equal(prompt, self.prompt):
             raise ValueError(f"request {request.request_id}: siblings must have equal prompts and keys")
         if request.wants_prompt_logits:
             raise ValueError(f"request {request.request_id}: prompt logits need the prompt computed by itself")
@@ -57,7 +52,7 @@ cdef class Request:
     def __cinit__(
         self, str request_id not None, prompt_token_ids, *, int32_t max_tokens, int32_t min_tokens=0,
         eos_token_ids=(), stop_token_ids=(), bint ignore_eos=False, int64_t priority=0, double arrival_s=0.0,
-        bytes extra_keys not None=b"", bytes cache_salt not None=b"", bint skip_prefix_cache=False,
+        bytes extra_keys not None=b"", bytes cache_salt not None=b"", media=(), bint skip_prefix_cache=False,
         bint wants_prompt_logits=False, bint prewarms=False, object sampling=None, object stream=None,
         Siblings siblings=None,
     ):
@@ -69,11 +64,13 @@ cdef class Request:
         self.skip_prefix_cache, self.wants_prompt_logits = skip_prefix_cache, wants_prompt_logits
         self.prewarms, self.publish_until, self.num_proven = prewarms, NO_LIMIT, NO_LIMIT
         self.sampling, self.stream = sampling, stream
-        self.first_tail = key_tail(extra_keys, cache_salt)
-        self.later_tail = key_tail(extra_keys, b"")
         self.state, self.row, self.queue_at, self.stop_token = NEW, -1, -1, -1
         self.first_scheduled_s = -1.0
-        self.set_prompt(np.asarray(prompt_token_ids), siblings)
+        array = self.set_prompt(np.asarray(prompt_token_ids))
+        self.tails = KeyTails(extra_keys, cache_salt, media, self.num_prompt_tokens)
+        if siblings is not None:
+            siblings.join(self, array)
+            self.siblings = siblings
         self.set_stop_ids(tuple(eos_token_ids), tuple(stop_token_ids))
 
     def __dealloc__(self):
@@ -86,7 +83,8 @@ cdef class Request:
         PyMem_Free(self.hashes)
         PyMem_Free(self.stop_ids)
 
-    cdef int set_prompt(self, prompt, Siblings siblings) except -1:
+    cdef object set_prompt(self, prompt):
+        """Copies the prompt; returns it as an int32 array."""
         if prompt.ndim != 1 or prompt.shape[0] == 0:
             raise ValueError(f"request {self.request_id}: the prompt must be a non-empty list of token ids")
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() > 0x7FFFFFFF:
@@ -97,10 +95,7 @@ cdef class Request:
         self.tokens_capacity = self.num_tokens + 1 + min(self.max_tokens, 64)
         self.tokens = <int32_t*> grown(NULL, self.tokens_capacity * sizeof(int32_t))
         memcpy(self.tokens, &ids[0], self.num_tokens * sizeof(int32_t))
-        if siblings is not None:
-            siblings.join(self, array)
-            self.siblings = siblings
-        return 0
+        return array
 
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1:
         cdef int32_t i

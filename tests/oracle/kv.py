@@ -157,12 +157,29 @@ class NaiveTable:
     extra_keys: bytes = b""
     cache_salt: bytes = b""
     reads_cache: bool = True
+    media: tuple[tuple[int, int, bytes], ...] = ()
+    """Start, length and identifier of items, in order; the identifier stands for the length too."""
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
     copy_source: int = 0
     more: list[list[int]] = field(default_factory=list)
     """Tables of the groups behind the first one; 0 = fell out of the window."""
     more_published: list[int] = field(default_factory=list)
+
+    def content(self) -> list[object]:
+        """What stands at each position: a token, or a token with the item it belongs to and its place in that."""
+        content: list[object] = list(self.tokens)
+        for start, length, identifier in self.media:
+            for i in range(start, start + length):
+                content[i] = (self.tokens[i], identifier, i - start)
+        return content
+
+
+def items_in(content: Sequence[object], start: int, end: int) -> list[tuple[bytes, int]]:
+    """The media items between two positions, and where they begin."""
+    places = enumerate(content[start:end], start=start)
+    marks = {(what[1], at - what[2]) for at, what in places if isinstance(what, tuple)}
+    return sorted(marks, key=lambda mark: mark[1])
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -220,7 +237,7 @@ class NaiveKV:
         return sum(min(self.blocks_for(num_tokens, g), self.most_held(g)) for g in range(len(self.groups)))
 
     def key(self, table: NaiveTable, index: int, group: int = 0) -> Key:
-        prefix: Sequence[int] = table.tokens[: (index + 1) * self.size(group)]
+        prefix = table.content()[: (index + 1) * self.size(group)]
         return (table.extra_keys, table.cache_salt, *prefix)
 
     def twin_hits(self, table: NaiveTable, group: int, num_hits: int) -> list[int | None]:
@@ -254,15 +271,17 @@ class NaiveKV:
     def match_tail(self, table: NaiveTable, num_hits: int) -> tuple[int, int]:
         """(block, tokens): what is cached behind the hits and begins like the next block; (0, 0) if nothing is."""
         start = num_hits * self.block_size
-        wanted = table.tokens[start:-1]
+        content = table.content()
+        items = items_in(content, start, start + self.block_size)
         best = (0, 0)
         if self.partial and table.reads_cache:
             parent = self.pool.block_of[self.key(table, num_hits - 1)] if num_hits else 0
             for block_id in reversed(self.pool.children[parent]):
-                extra_keys, cache_salt, *tokens = self.pool.key_of[block_id]
+                extra_keys, cache_salt, *cached = self.pool.key_of[block_id]
                 is_settled = self.step_of[block_id] <= self.settled
-                if is_settled and (extra_keys, cache_salt) == (table.extra_keys, table.cache_salt):
-                    common = num_common(tokens[start:], wanted)
+                is_alike = (extra_keys, cache_salt) == (table.extra_keys, table.cache_salt)
+                if is_settled and is_alike and items_in(cached, start, len(cached)) == items:
+                    common = num_common(cached[start:], content[start:-1])
                     best = max(best, (block_id, common), key=lambda found: found[1])
         return best
 

@@ -57,7 +57,28 @@ FAULTS = (
         "for i in range(count):",
     ),
     Fault(
-        "hash without the salt", "fastcore/request.pyx", "key_tail(extra_keys, cache_salt)", 'key_tail(extra_keys, b"")'
+        "hash without the salt",
+        "fastcore/key_tails.pyx",
+        "key_tail(extra_keys, cache_salt)",
+        'key_tail(extra_keys, b"")',
+    ),
+    Fault(
+        "hash without the media",
+        "fastcore/key_tails.pyx",
+        "        if self.media is None:\n            return",
+        "        if True:\n            return",
+    ),
+    Fault(
+        "hash a picture without its place",
+        "fastcore/key_tails.pyx",
+        'parts.append((begin - start).to_bytes(4, "little", signed=True))',
+        "parts.append(bytes(4))",
+    ),
+    Fault(
+        "copy from a block with another picture",
+        "fastcore/kv_manager.pyx",
+        "cdef bytes tail = request.tails.at(num_hits, self.block_size)",
+        "cdef bytes tail = request.tails.first if num_hits == 0 else request.tails.later",
     ),
     Fault(
         "free a block that has another owner",

@@ -99,6 +99,8 @@ class Add:
     n: int = 1
     priority: int = 0
     salt: str = ""
+    media: tuple[tuple[int, int, str], ...] = ()
+    """Pictures in the prompt: first token, number of tokens, name (which tells the number)."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
@@ -204,7 +206,7 @@ def draw_script(seed: int, num_steps: int) -> Script:
     rng = random.Random(seed)
     options = draw_options(rng)
     step_seconds = rng.choice([(1.0,), (0.0,), (0.0, 1.0), (0.2, 1.0, 4.0), (0.5, 0.5, 0.5, 20.0)])
-    traffic = _Traffic(rng, options)
+    traffic = _Traffic(rng, options, seed)
     if rng.random() < 0.6:  # a pool that a few requests fill
         num_tokens = traffic.typical_tokens() * rng.choice([1.0, 1.5, 2.5, 4.0])
         options["num_blocks"] = 2 + int(num_tokens / options["block_size"]) * len(options["kv_groups"])
@@ -248,7 +250,7 @@ def _in_order(events: list[Event]) -> list[Event]:
 class _Traffic:
     """The habits of one run's callers."""
 
-    def __init__(self, rng: random.Random, options: Options) -> None:
+    def __init__(self, rng: random.Random, options: Options, seed: int) -> None:
         self.rng = rng
         self.max_len = options["max_model_len"]
         self.priorities = rng.choice([0, 1, 3]) if options["policy"] == "priority" else 0
@@ -263,6 +265,23 @@ class _Traffic:
         self.lengths = rng.choice([(1, 6), (1, 30), (10, 40), (20, 120)])
         self.outputs = rng.choice([(1, 4), (1, 20), (10, 60), (20, 60)])
         self.names: list[str] = []
+        self.media: dict[str, tuple[tuple[int, int, str], ...]] = {}
+        self.looks = random.Random(f"media {seed}")  # its own, so that all else of a seed's script is as without
+        start, size = self.looks.choice([0, 1, 4, 9]), self.looks.randint(1, 9)
+        a, b = f"a{size}", f"b{size}"
+        # So alike that prompts differ in nothing else: another picture, another place, one more behind it.
+        self.pictures = self.looks.choice(
+            [[()]] * 3
+            + [
+                [
+                    (),
+                    ((start, size, a),),
+                    ((start + 1, size, a),),
+                    ((start, size, b),),
+                    ((start, size, a), (start + size, size, b)),
+                ]
+            ]
+        )
 
     def arrive(self, now: float) -> Add:
         rng = self.rng
@@ -273,6 +292,8 @@ class _Traffic:
         length = min(rng.randint(*self.lengths), most)
         max_tokens = 0 if rng.random() < 0.02 else min(rng.randint(*self.outputs), self.max_len - length)
         quirk = rng.random() < 0.3
+        media = self.media[follows] if follows and self.looks.random() < 0.7 else self.looks.choice(self.pictures)
+        self.media[name] = media = tuple(item for item in media if item[0] + item[1] <= length)
         return Add(
             round(now, 3),
             name,
@@ -284,6 +305,7 @@ class _Traffic:
             n=rng.choice([2, 3]) if rng.random() < 0.1 else 1,
             priority=rng.randint(-self.priorities, self.priorities),
             salt=rng.choice(self.salts),
+            media=media,
             min_tokens=rng.randint(0, max_tokens) if quirk and rng.random() < 0.3 else 0,
             ignore_eos=rng.random() < 0.5,
             stop_ids=(rng.randrange(1, 9),) if quirk and rng.random() < 0.3 else (),
@@ -318,7 +340,11 @@ class _Traffic:
         if what == 4:
             return [Add(later, again, add.length, add.max_tokens, leaves_after=rng.randint(1, 4))]
         fails = replace(add, at=later, name=again, fails_at=rng.choice([1, 1, 1, 4]))
-        hits = Add(later, f"{again}h", add.length, add.max_tokens, follows=again, shared=add.length, salt=add.salt)
+        hits = replace(
+            Add(later, f"{again}h", add.length, add.max_tokens, follows=again, shared=add.length),
+            salt=add.salt,
+            media=add.media,
+        )
         return [fails, hits, *(replace(hits, at=later + i, name=f"{again}h{i}") for i in (0, 1, 2))]
 
     def typical_tokens(self) -> float:

@@ -52,7 +52,7 @@ def test_no_seed_breaks_a_rule() -> None:
     assert batch.num_steps > 10_000
     ends = ("stop", "length", "abort", "failed", "left", "refused")
     hits = ("hit tokens", "hit tokens of several groups", "copies")
-    for kind in (*ends, "preempted", "made way", *hits, "spoiled"):
+    for kind in (*ends, "preempted", "made way", *hits, "spoiled", "with media"):
         assert batch.counts[kind] > 20, f"the load no longer reaches {kind}"
 
 
@@ -100,6 +100,16 @@ def test_a_prefix_is_hit_until_it_is_reset() -> None:
     other = Add(1.0, "o", 20, 1, salt="other")
     kept = counts_of(events[0], other, Govern(5.0, "o", "quarantine", 0.0), replace(other, at=8.0, name="p"), events[1])
     assert kept["hit tokens"] == 16 and kept["quarantine salt"] == 1
+
+
+def test_pictures_part_prompts_of_equal_tokens_from_their_block_on() -> None:
+    """In blocks of 4. With another picture, or the same one elsewhere, answers differ too, or `run` would say so."""
+    cat = ((6, 3, "cat"),)
+    first, again = Add(0.0, "a", 20, 9, stem=1, shared=20, media=cat), Add(9.0, "b", 20, 9, stem=1, shared=20)
+    for media, hits in ((cat, 16), ((), 4), (((6, 3, "dog"),), 4), (((5, 3, "cat"),), 4), ((*cat, (13, 1, "x")), 12)):
+        assert counts_of(first, replace(again, media=media))["hit tokens"] == hits
+    evicted = Govern(8.0, "a", "evict", 0.4)
+    assert counts_of(first, replace(again, name="o", at=4.0), evicted, again)["hit tokens"] == 4 + 16
 
 
 def test_a_forced_reset_preempts_what_runs() -> None:

@@ -1,6 +1,7 @@
 """What is right: the text that every request must get, and the KV that every slot of its context must hold.
 
-The "model" is a chain: the KV of a position is a number that depends on every token up to it and on the salt, and
+The "model" is a chain: the KV of a position is a number that depends on every token and picture up to it and on the
+salt, and
 the next token depends on that number and on the choice's seed. So the whole output of a request follows from
 its prompt, however it was scheduled, and KV that belongs to any other text is told from its own.
 """
@@ -28,6 +29,11 @@ def root_of(salt: str) -> int:
 def chained(value: int, token_id: int) -> int:
     """KV of a position, from that of the position before it."""
     return ((value ^ token_id) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+
+
+def seen_at(name: str, i: int) -> int:
+    """What a position has of a picture beside its token; every place in it shows something else."""
+    return zlib.crc32(f"{name} {i}".encode()) << 8
 
 
 def sampled(value: int, seed: int) -> int:
@@ -66,6 +72,8 @@ class Truth:
     max_total: int
     fails_at: int = 0
     arrival: int = 0
+    media: tuple[tuple[int, int, str], ...] = ()
+    """Pictures in the prompt: first position, number of positions, name."""
     tokens: list[int] = field(init=False)
     """Prompt and output, continued past the end where the device ran ahead."""
     chain: list[int] = field(init=False)
@@ -90,8 +98,9 @@ class Truth:
         self.tokens = list(self.prompt)
         self.chain = []
         value = root_of(self.salt)
-        for token_id in self.prompt:
-            value = chained(value, token_id)
+        seen = {start + i: seen_at(name, i) for start, length, name in self.media for i in range(length)}
+        for position, token_id in enumerate(self.prompt):
+            value = chained(value ^ seen.get(position, 0), token_id)
             self.chain.append(value)
         self._find_output()
 

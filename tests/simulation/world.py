@@ -195,6 +195,7 @@ class _World:
         self.labels: dict[str, str] = {}
         """Of the requests whose reader has not ended."""
         self.salts: dict[str, str] = {}
+        self.media: dict[str, list[tuple[int, int, bytes]]] = {}
         self.barred: list[NamedPrefix] = []
         """In quarantine from some time on."""
         self.barred_salts: list[str] = []
@@ -351,8 +352,8 @@ class _World:
     def _prefix(self, text: str, share: float = 1.0) -> NamedPrefix:
         """The name of the beginning of a text; with no share of it, of all that is under its salt."""
         ids = self.texts[text][: max(1, int(len(self.texts[text]) * share))] if share else []
-        salt = self.salts[text].encode()
-        return NamedPrefix(pack_token_ids(ids, VOCAB_SIZE), self.scheduler.kv.block_size, cache_salt=salt)
+        salt, block_size = self.salts[text].encode(), self.scheduler.kv.block_size
+        return NamedPrefix(pack_token_ids(ids, VOCAB_SIZE), block_size, cache_salt=salt, media=self.media[text])
 
     def _cached_under(self, salt: str) -> Iterator[int]:
         """How many blocks of each text under a salt would be hit."""
@@ -384,7 +385,7 @@ class _World:
         truths = tuple(
             Truth(
                 f"{add.name}.{i}", prompt, add.salt, i, params, add.max_tokens, self.scheduler.max_total, add.fails_at,
-                arrival=self.report.counts["arrived"] + i,
+                arrival=self.report.counts["arrived"] + i, media=add.media,
             )
             for i in range(add.n)
         )  # fmt: skip
@@ -397,16 +398,20 @@ class _World:
             plans=truths,
         )
         label = add.label or add.name
+        media = [(start, length, name.encode()) for start, length, name in add.media]
         now_s = asyncio.get_running_loop().time()
         try:
-            stream = self.live.add(prepared, label, priority=add.priority, cache_salt=add.salt, arrived_s=now_s)
+            stream = self.live.add(
+                prepared, label, priority=add.priority, cache_salt=add.salt, arrived_s=now_s, media=media
+            )
         except ContextLengthExceeded:
             assert not self._fits(add), f"{add} was refused"
             self.report.counts["refused"] += 1
             return
         assert self._fits(add), f"{add} was taken and can never run"
         self.texts[add.name] = prompt + truths[0].output
-        self.salts[add.name] = add.salt
+        self.salts[add.name], self.media[add.name] = add.salt, media
+        self.report.counts["with media"] += bool(media)
         self.labels[add.name] = label
         task = self.readers[add.name] = asyncio.create_task(self._read(add, stream, truths))
         task.add_done_callback(lambda task: self._reader_ended(add.name, stream, task))

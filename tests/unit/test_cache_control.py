@@ -402,6 +402,18 @@ def test_prewarming_what_is_cached_changes_nobody_s_rank() -> None:
     assert cache.hits(1, 2, 3, 4, 5, 6) == 2  # only what prewarming added was the first to go
 
 
+def test_what_prewarming_found_cached_was_held_like_by_any_owner() -> None:
+    """Q6: what it inserts is the lowest class; what others had cached keeps its own, and its place is the newest."""
+    cache = Cache(num_blocks=14)
+    cache.serve(1, 2, 3, 4)
+    cache.serve(50, 51, 52, 53)
+    cache.scheduler.add(Request("w", [1, 2, 3, 4, 5, 6], max_tokens=0, prewarms=True))
+    cache.step()
+    assert cache.hits(1, 2, 3, 4, 5, 6) == 3
+    cache.serve(*range(60, 80))  # takes 10: what was never used (13 - 5), the prewarmed one, and the oldest
+    assert (cache.hits(1, 2, 3, 4, 5, 6), cache.hits(50, 51, 52, 53)) == (2, 1)
+
+
 @pytest.mark.parametrize("start", [-2, 4])
 def test_a_span_begins_inside_its_name(start: int) -> None:
     with pytest.raises(ValueError, match=f"start={start} is not a token of a prefix of 4 tokens"):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.fastcore.block_hash import key_tail
+from aioengine.fastcore.key_tails import key_tail
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
-from tests.oracle.kv import NaiveKV, NaiveTable, num_common
+from tests.oracle.kv import NaiveKV, NaiveTable, items_in, num_common
 
 
 def compute(kv: KVManager, request: Request, num_tokens: int | None = None) -> int:
@@ -201,6 +201,17 @@ def test_reset_is_refused_while_blocks_are_owned() -> None:
     kv.check([])
 
 
+@st.composite
+def media_of(draw: st.DrawFn, num_tokens: int) -> tuple[tuple[int, int, bytes], ...]:
+    """A few items within so many tokens; of equal identifiers the lengths are equal."""
+    items, at = [], 0
+    for gap, length, kind in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=3)):
+        if at + gap + length <= num_tokens:
+            items.append((at + gap, length, b"%d %d" % (kind, length)))
+            at += gap + length
+    return tuple(items)
+
+
 class KVMachine(RuleBasedStateMachine):
     """Several requests over a small pool; every table, count and free list equals the twin's.
 
@@ -243,11 +254,17 @@ class KVMachine(RuleBasedStateMachine):
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         keys=st.sampled_from([(b"", b""), (b"", b""), (b"k", b""), (b"", b"k"), (b"k", b"k")]),
         skip=st.sampled_from([False, False, False, True]),
+        has_media=st.sampled_from([False, False, True]),
         data=st.data(),
     )
-    def admit(self, ids: list[int], keys: tuple[bytes, bytes], skip: bool, data: st.DataObject) -> None:
-        request = Request("r", ids, max_tokens=1, extra_keys=keys[0], cache_salt=keys[1], skip_prefix_cache=skip)
-        table = NaiveTable(list(ids), *keys, reads_cache=not skip)
+    def admit(
+        self, ids: list[int], keys: tuple[bytes, bytes], skip: bool, has_media: bool, data: st.DataObject
+    ) -> None:
+        media = data.draw(media_of(len(ids))) if has_media else ()
+        request = Request(
+            "r", ids, max_tokens=1, extra_keys=keys[0], cache_salt=keys[1], media=media, skip_prefix_cache=skip
+        )
+        table = NaiveTable(list(ids), *keys, reads_cache=not skip, media=media)
         hits = self.twin.match(table)
         assert self.kv.match(request) == len(hits)
         source, num_common = self.twin.match_tail(table, len(hits))
@@ -270,8 +287,13 @@ class KVMachine(RuleBasedStateMachine):
         if not (self.twin.caching and table.reads_cache):
             return 0
         keys = [key for key in self.twin.pool.block_of if key[:2] == (table.extra_keys, table.cache_salt)]
-        longest = max((num_common(key[2:], table.tokens[:-1]) for key in keys), default=0)
-        return longest if self.twin.partial else longest // self.twin.block_size * self.twin.block_size
+        content, size, longest = table.content(), self.twin.block_size, 0
+        for key in keys:
+            common = num_common(key[2:], content[:-1])
+            whole = common // size * size
+            is_copied = items_in(key[2:], whole, whole + size) == items_in(content, whole, whole + size)
+            longest = max(longest, common if self.twin.partial and is_copied else whole)
+        return longest
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -12,8 +12,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.fastcore.block_hash import BlockHasher, key_tail
+from aioengine.fastcore.block_hash import BlockHasher
 from aioengine.fastcore.block_pool import BlockPool
+from aioengine.fastcore.key_tails import key_tail
 from aioengine.fastcore.prefix_map import PrefixMap
 
 ALGORITHMS = ("xxh3_128", "sha256")
