@@ -422,6 +422,8 @@ def resolve(
     dtype = cast(Dtype, own_dtype if config.model.dtype == "auto" else config.model.dtype)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     on_cpu = device == "cpu"
+    if on_cpu:
+        _check_cpu_types(dtype, kv_dtype)
     max_model_len = config.model.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise InvalidConfig(
@@ -483,6 +485,14 @@ def _pool_option(cache: CacheConfig, on_cpu: bool) -> str:
         if getattr(cache, name) is not None:
             return name
     return "kv_cache_memory_bytes" if on_cpu else "gpu_memory_utilization"
+
+
+def _check_cpu_types(dtype: Dtype, kv_cache_dtype: Dtype) -> None:
+    for option, value in (("dtype", dtype), ("kv_cache_dtype", kv_cache_dtype)):
+        if value != "float32":
+            raise InvalidConfig(
+                f"{option}={value} is not available on a CPU, which computes in float32; use auto", param=option
+            )
 
 
 def _check_determinism(config: EngineConfig, device: str) -> None:

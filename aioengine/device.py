@@ -132,16 +132,8 @@ class CpuDevice:
         """
         Args:
             ops: other operations than the native ones, for comparison.
-
-        Raises:
-            InvalidConfig: a type of activations or of the cache that the CPU's kernels do not compute with.
         """
-        for option, value in (("dtype", resolved.dtype), ("kv_cache_dtype", resolved.kv_cache_dtype)):
-            if value != "float32":
-                raise InvalidConfig(
-                    f"{option}={value} is not available on a CPU, which computes in float32; use auto",
-                    param=option,
-                )
+        assert resolved.dtype == resolved.kv_cache_dtype == "float32", "resolve() refuses all others"
         native.set_num_threads(resolved.num_threads)
         self._ops = ops if ops is not None else CpuOps()
         self._records = ops is None and resolved.optimization_level > 0
@@ -205,8 +197,22 @@ def cpu_num_blocks(layout: KVLayout, resolved: ResolvedConfig, cache: CacheConfi
     Raises:
         InvalidConfig: not even one block of tokens fits beside the null block, or there are too many blocks.
     """
-    most = most_blocks(layout)
+    asked = asked_blocks(layout, cache)
+    if asked is not None:
+        return asked
+    full_context = (layout.blocks_of(resolved.max_model_len) + 1) * layout.block_bytes
+    pool_bytes = min(max(DEFAULT_POOL_BYTES, full_context), int(available_bytes * POOL_SHARE))
+    return _blocks_in(pool_bytes, layout)
+
+
+def asked_blocks(layout: KVLayout, cache: CacheConfig) -> int | None:
+    """How many KV blocks were asked for, on whatever device; None if the device is to decide.
+
+    Raises:
+        InvalidConfig: not even one block of tokens fits beside the null block, or there are too many blocks.
+    """
     if cache.num_gpu_blocks_override is not None:
+        most = most_blocks(layout)
         if cache.num_gpu_blocks_override > most:
             raise InvalidConfig(
                 f"num_gpu_blocks_override={cache.num_gpu_blocks_override} is above {most}, the most "
@@ -214,16 +220,14 @@ def cpu_num_blocks(layout: KVLayout, resolved: ResolvedConfig, cache: CacheConfi
                 param="num_gpu_blocks_override",
             )
         return cache.num_gpu_blocks_override
-    block_bytes = layout.block_bytes
-    if cache.kv_cache_memory_bytes is not None:
-        pool_bytes = cache.kv_cache_memory_bytes
-    else:
-        full_context = (layout.blocks_of(resolved.max_model_len) + 1) * block_bytes
-        pool_bytes = min(max(DEFAULT_POOL_BYTES, full_context), int(available_bytes * POOL_SHARE))
-    num_blocks = min(pool_bytes // block_bytes, most)
+    return None if cache.kv_cache_memory_bytes is None else _blocks_in(cache.kv_cache_memory_bytes, layout)
+
+
+def _blocks_in(pool_bytes: int, layout: KVLayout) -> int:
+    num_blocks = min(pool_bytes // layout.block_bytes, most_blocks(layout))
     if num_blocks < 2:
         raise InvalidConfig(
-            f"a KV pool of {pool_bytes} bytes holds fewer than two blocks of {block_bytes} bytes; "
+            f"a KV pool of {pool_bytes} bytes holds fewer than two blocks of {layout.block_bytes} bytes; "
             "raise --kv-cache-memory-bytes or lower --block-size",
             param="kv_cache_memory_bytes",
         )

@@ -12,6 +12,7 @@ Nobody is waited for: a subscriber that is too slow loses batches and sees it by
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import time
@@ -145,6 +146,10 @@ class KVEvents:
             return None
         if not config.enable_prefix_caching:
             raise InvalidConfig("KV events need --enable-prefix-caching", param="kv_events_config")
+        if parsed.publisher == "zmq" and importlib.util.find_spec("zmq") is None:
+            raise InvalidConfig(
+                "the publisher zmq needs pyzmq: pip install 'aioengine[events]'", param="kv_events_config"
+            )
         return parsed
 
     @classmethod
@@ -273,13 +278,9 @@ class _ZmqPublisher:
     """A PUB socket, which drops what a slow reader does not take, and a ROUTER socket that repeats batches."""
 
     def __init__(self, config: KVEventsConfig, events: KVEvents) -> None:
-        try:
-            import zmq
-            import zmq.asyncio
-        except ImportError:
-            raise InvalidConfig(
-                "the publisher zmq needs pyzmq: pip install 'aioengine[events]'", param="kv_events_config"
-            ) from None
+        import zmq
+        import zmq.asyncio
+
         self._events = events
         self._topic = config.topic.encode()
         self._again = zmq.Again

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from aioengine.chat import compile_template
-from aioengine.checkpoint import Checkpoint, ModelSpec, open_checkpoint
+from aioengine.checkpoint import ModelSpec, open_checkpoint
 from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
 from aioengine.determinism import fingerprint
-from aioengine.errors import EngineClosed, InvalidConfig, ModelLoadError
+from aioengine.errors import EngineClosed
 from aioengine.fastcore import native
 from aioengine.model_source import resolve_model
+from aioengine.preflight import check_options, read_chat_template
 from aioengine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -164,19 +163,16 @@ def load_parts(
     """
     timings = Timings()
     check()
+    with timings.stage("torch"):
+        import torch
+    check_options(config, cuda_available=torch.cuda.is_available())
     on_stage("locating the model")
     with timings.stage("locate"):
-        files = resolve_model(config.model)
+        files = resolve_model(config.model, on_fetch=on_stage)
     check()
     on_stage("reading the checkpoint")
     with timings.stage("open"):
         checkpoint = open_checkpoint(files, config.model)
-    with timings.stage("tokenizer"):
-        source = checkpoint.tokenizer_source
-        tokenizer = load_tokenizer(source) if source is not None else None
-        chat_templates = _chat_templates(config, checkpoint)
-    with timings.stage("torch"):
-        import torch
     resolved = resolve(
         config,
         model_max_len=checkpoint.config.context_length,
@@ -184,17 +180,22 @@ def load_parts(
         cuda_available=torch.cuda.is_available(),
         num_cores=usable_cores(),
     )
-    from aioengine.device import create_device  # these need torch, whose import is timed on its own
+    from aioengine.device import asked_blocks, available_memory_bytes, create_device  # these need torch, see above
     from aioengine.kv_layout import layout_of
     from aioengine.loader import load_model, make_runner
 
     layout = layout_of(checkpoint.config, resolved)
+    asked_blocks(layout, config.cache)
+    if resolved.device == "cpu":  # a GPU's pool is known only after its profile run
+        resolved = fit_context(config, resolved, layout, available_memory_bytes())
+    with timings.stage("tokenizer"):
+        source = checkpoint.tokenizer_source
+        tokenizer = load_tokenizer(source) if source is not None else None
+        own_template = read_chat_template(config.model)
     check()
     on_stage("loading the weights")
     device = create_device(resolved)
     try:
-        if resolved.device == "cpu":  # a GPU's pool is known only after its profile run
-            resolved = fit_context(config, resolved, layout, device.available_bytes())
         loaded = load_model(checkpoint, resolved, device, lambda _done, _total: check())
         timings.stages.update(loaded.timings_s)
         with timings.stage("pool and warm-up"):
@@ -210,7 +211,7 @@ def load_parts(
         resolved=resolved,
         served_name=config.model.served_model_name or checkpoint.config.name,
         tokenizer=tokenizer,
-        chat_templates=chat_templates,
+        chat_templates=checkpoint.chat_templates if own_template is None else {"default": own_template},
         generation_defaults=checkpoint.generation_defaults,
         eos_token_ids=_end_tokens(checkpoint.config, tokenizer),
         runner=runner,
@@ -238,18 +239,3 @@ def _end_tokens(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]
     """Every token that ends an answer, by the checkpoint and by its tokenizer."""
     own = tokenizer.eos_token_ids if tokenizer is not None else ()
     return tuple(i for i in dict.fromkeys((*spec.eos_token_ids, *own)) if i < spec.vocab_size)
-
-
-def _chat_templates(config: EngineConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """The model's templates, or the one of --chat-template."""
-    if config.model.chat_template is None:
-        return checkpoint.chat_templates
-    path = Path(config.model.chat_template)
-    try:
-        template = path.read_text(encoding="utf-8")
-        compile_template(template)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"cannot read the chat template {path}: {error}", param="chat_template") from None
-    except ModelLoadError as error:
-        raise InvalidConfig(f"{path}: {error}", param="chat_template") from None
-    return {"default": template}

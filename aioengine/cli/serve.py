@@ -9,13 +9,18 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
 
 from aioengine.api.server import Server, listen, on_signals, url_of
 from aioengine.cli.flags import engine_config, server_config
 from aioengine.cli.startup_report import startup_report
-from aioengine.config import EngineConfig, ServerConfig
-from aioengine.engine import AsyncEngine
+from aioengine.config import ServerConfig
 from aioengine.errors import InvalidConfig
+from aioengine.preflight import check_options
+
+if TYPE_CHECKING:
+    from aioengine.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +29,14 @@ EXIT_INTERRUPTED = 130
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-async def run(args: argparse.Namespace) -> int:
-    """Serves until told to stop. The address is bound first: a taken port costs no loading.
+def run(args: argparse.Namespace) -> Coroutine[None, None, int]:
+    """Serves until told to stop. The address is bound first, before torch is imported: a taken port costs no seconds.
+
+    What comes before the coroutine runs outside the loop, so that Ctrl-C ends it at once.
 
     Raises:
-        EngineError: the configuration, the address or the model cannot be used.
+        EngineError: the configuration, the address or (from the coroutine) the model cannot be used.
     """
-    imports_s = time.perf_counter() - args.begun_s
     engine_options, server_options = engine_config(args), server_config(args)
     server_options.effective_admin_key()  # a missing key costs no loading
     if engine_options.runtime.determinism == "offline":
@@ -41,12 +47,19 @@ async def run(args: argparse.Namespace) -> int:
         )
     level = "debug" if args.debug else server_options.log_level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    with listen(server_options.host, server_options.port) as sock:
-        return await _serve(engine_options, server_options, sock, imports_s)
+    sock = listen(server_options.host, server_options.port)
+    try:
+        check_options(engine_options, cuda_available=None)
+        from aioengine.engine import AsyncEngine  # imports torch
+    except BaseException:
+        sock.close()
+        raise
+    imports_s = time.perf_counter() - args.begun_s
+    return _serve(lambda: AsyncEngine(engine_options, on_stage=_log_stage), server_options, sock, imports_s)
 
 
 async def _serve(
-    engine_options: EngineConfig, server_options: ServerConfig, sock: socket.socket, imports_s: float
+    make_engine: Callable[[], AsyncEngine], server_options: ServerConfig, sock: socket.socket, imports_s: float
 ) -> int:
     serving = asyncio.current_task()
     assert serving is not None
@@ -58,9 +71,9 @@ async def _serve(
         else:
             server.stop()
 
-    with on_signals(stop):
+    with sock, on_signals(stop):
         try:
-            async with AsyncEngine(engine_options, on_stage=_log_stage) as engine:
+            async with make_engine() as engine:
                 # What was loaded stays: a full collection that walked it would hold all streams for a tenth of a
                 # second. The process is ours here; the library leaves its caller's collector alone.
                 gc.collect()

@@ -148,3 +148,18 @@ def test_a_taken_port_is_a_usage_error_before_loading() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("aioengine: error: cannot listen on 127.0.0.1:")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [([], "cannot listen on 127.0.0.1:"), (["--port", "0", "--chat-template", "nope.jinja"], "cannot read the chat")],
+)
+def test_no_torch_is_needed_to_find_a_port_taken_or_an_option_wrong(argv: list[str], message: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = ["serve", "--port", str(taken.getsockname()[1]), *argv]
+        script = "import sys; sys.modules['torch'] = None\n"  # importing it fails
+        script += f"from aioengine.cli import main; raise SystemExit(main({line!r}))"
+        done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.startswith(f"aioengine: error: {message}")) == (2, True), done.stderr

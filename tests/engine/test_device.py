@@ -100,9 +100,9 @@ def test_more_slots_than_an_index_can_name_are_refused() -> None:
 
 @pytest.mark.parametrize("option", ["dtype", "kv_cache_dtype"])
 def test_types_that_the_cpu_does_not_compute_in_are_refused(option: str) -> None:
-    _, resolved = resolved_for(1024)
-    with pytest.raises(InvalidConfig, match=f"{option}=float16"):
-        CpuDevice(replace(resolved, **{option: "float16"}))  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match=f"{option}=float16 is not available on a CPU") as caught:
+        resolved_for(1024, **{option: "float16"})
+    assert caught.value.param == option
 
 
 def test_the_kv_cache_has_the_contracts_shape_and_costs_nothing_untouched() -> None:

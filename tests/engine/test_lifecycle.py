@@ -197,6 +197,21 @@ async def test_a_start_cancelled_when_all_is_loaded_gives_it_back(
     assert "aioengine-cpu-runner" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes"), ({"max_model_len": 192}, "max_model_len")],
+)
+async def test_a_pool_too_small_is_known_from_the_headers(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], param: str
+) -> None:
+    """Neither the tokenizer nor a weight is read for it."""
+    monkeypatch.setattr(startup, "load_tokenizer", None)
+    pool: dict[str, object] = {"num_gpu_blocks_override": None if param == "kv_cache_memory_bytes" else 4}
+    with pytest.raises(InvalidConfig) as caught:
+        await AsyncEngine(engine_config(tiny_folder, **pool, **options)).start()
+    assert caught.value.param == param
+
+
 async def test_close_during_the_start_ends_it(tiny_folder: Path) -> None:
     pause = Pause("reading the checkpoint")
     engine = AsyncEngine(engine_config(tiny_folder), on_stage=pause)
