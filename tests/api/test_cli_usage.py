@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from aioengine.bench.main import make_parser as make_bench_parser
 from aioengine.cli import EXIT_FAILED, EXIT_USAGE, main, make_parser
 from aioengine.cli.flags import engine_config, flag_name
 from aioengine.cli.parser import REMARKS, UNSUPPORTED, whole_number
@@ -174,6 +179,22 @@ def test_the_server_is_named_before_or_after_the_operation(line: str, capsys: py
     url = "http://127.0.0.1:1"
     assert main(line.format(url=url).split()) == EXIT_FAILED
     assert f"{url}/admin/cache/stats cannot be reached" in capsys.readouterr().err
+
+
+def test_the_readmes_commands_are_understood() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    script = "\n".join(re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE))
+    commands = re.findall(r"^(?:.* && )?((?:aioengine|cache) .*)", script, re.MULTILINE)
+    assert len(commands) > 15
+    for command in commands:
+        name, *line = shlex.split(command.rstrip("&"), comments=True)
+        line = ["cache", *line] if name == "cache" else line
+        if line[0] == "bench":
+            make_bench_parser().parse_args(line[1:])
+        else:
+            make_parser().parse_args(line)
+    files = re.findall(r"<< 'END'\n(.*?)\nEND$", script, re.DOTALL | re.MULTILINE)
+    assert [[message["role"] for message in json.loads(text)] for text in files] == [["system"], ["system", "user"]]
 
 
 @pytest.mark.slow
