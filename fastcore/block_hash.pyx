@@ -93,11 +93,12 @@ cdef class BlockHasher:
         self, const int32_t* tokens, int32_t block_size, KeyTails tails, Hash* hashes, int32_t start, int32_t end
     ) except -1:
         """Hashes the full blocks `start` to `end` of a sequence, each from the one before (B3, INV-12)."""
+        cdef bint has_media = tails.media is not None
         cdef int32_t i
         for i in range(start, end):
             self.hash_block(
                 &self.root if i == 0 else &hashes[i - 1], tokens + <Py_ssize_t> i * block_size, block_size,
-                tails.at(i, block_size), &hashes[i],
+                tails.at(i, block_size) if has_media or i == 0 else tails.later, &hashes[i],
             )
         return 0
 
