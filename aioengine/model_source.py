@@ -15,7 +15,7 @@ from typing import Literal
 
 import huggingface_hub
 import huggingface_hub.constants
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from aioengine.builtin_models import BUILTIN_MODELS, fetch_builtin
 from aioengine.config import ModelConfig, cache_home
@@ -184,7 +184,8 @@ def _announce(repository: str, revision: str | None, patterns: list[str], on_fet
         return
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = [*filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_UNWANTED_PATTERNS)]
-    amount = f"{len(wanted)} files, {sum(sizes[file] for file in wanted) / 1e6:,.0f} MB"
+    files = "1 file" if len(wanted) == 1 else f"{len(wanted)} files"
+    amount = f"{files}, {sum(sizes[file] for file in wanted) / 1e6:,.0f} MB"
     on_fetch(f"fetching {repository} from Hugging Face ({amount}) to {cache}")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
@@ -247,7 +247,7 @@ class ChoiceOutput:
             self._is_queued = True
             stream._wake(self)
 
-    def _take(self) -> RequestOutput:
+    def _take(self) -> StreamedOutput:
         """Everything unread as one output; called by the stream when the reader comes."""
         self._is_queued = False
         text = self._text
@@ -371,7 +371,7 @@ class RequestStream:
     ) -> None:
         self.close()
 
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> StreamedOutput:

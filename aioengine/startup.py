@@ -185,9 +185,10 @@ def load_parts(
     from aioengine.loader import load_model, make_runner
 
     layout = layout_of(checkpoint.config, resolved)
-    asked_blocks(layout, config.cache)
-    if resolved.device == "cpu":  # a GPU's pool is known only after its profile run
+    if resolved.device == "cpu":
         resolved = fit_context(config, resolved, layout, available_memory_bytes())
+    else:  # how much a GPU has left is known only after its profile run; whether what was asked for can be, now
+        asked_blocks(layout, config.cache)
     with timings.stage("tokenizer"):
         source = checkpoint.tokenizer_source
         tokenizer = load_tokenizer(source) if source is not None else None

@@ -345,7 +345,7 @@ def hub_of(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int] | None) -> Non
 
 @pytest.mark.parametrize(
     ("model", "amount"),
-    [("org/model", "3 files, 5,000 MB"), ("org/model/x.Q4.gguf", "1 files, 700 MB")],
+    [("org/model", "3 files, 5,000 MB"), ("org/model/x.Q4.gguf", "1 file, 700 MB")],
 )
 def test_a_first_download_from_the_hub_is_told(
     model: str, amount: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
