@@ -1,4 +1,4 @@
-"""Chooses the next token of each row from its logits, on the device, in the order of DESIGN 3.6.
+"""Chooses the next token of each row from its logits, on the device.
 
 Owns the settings of the persistent rows and the order of the chain; `constraints.py` and `penalties.py` own
 what must follow a row's tokens from step to step, `sampling_backend.py` the work on the device. All of it

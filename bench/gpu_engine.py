@@ -382,6 +382,8 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the engine")
     args = parser.parse_args()
     require_cuda("gpu_engine")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     sections = args.sections.split(",")
     options = {name: json.loads(value) for name, _, value in (given.partition("=") for given in args.set)}
     report = Report(args.out)

@@ -290,6 +290,8 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     if args.device == "cuda":
         require_cuda("gpu_server")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     asyncio.run(run(args, flags))
     return 0

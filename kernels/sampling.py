@@ -3,7 +3,7 @@
 All work on float32 logits `x` [S, V] of S rows, each row with its own settings in tensors [S]. A row's
 result depends on that row only. None of them waits for the device. Called by `aioengine/sampler.py`.
 
-The draw (DESIGN 3.6)
+The draw
     token = argmax_v (z_v + g(seed, position, v)) over the tokens that survived the filters; lowest id on ties
     (Gumbel-max: token v wins with probability softmax(z)_v). The noise is a pure function:
 
