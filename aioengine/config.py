@@ -169,6 +169,11 @@ class RuntimeConfig:
     cudagraph_capture_sizes: str | None = option(
         None, "Comma-separated numbers of tokens that steps are padded to and captured for; by default a dense list."
     )
+    attention_backend: Literal["auto", "triton", "cudnn"] = option(
+        "auto",
+        "On a GPU: triton leaves all attention to the paged kernel; cudnn gives long prefill chunks to cuDNN, or "
+        "refuses to start where it cannot; auto does so where it can.",
+    )
     completion_poll_us: int = option(
         300, "On a GPU, ask for a step's end in every turn of the loop while it is due within this time; 0 only sleeps."
     )
@@ -350,6 +355,23 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioengine"
 
 
+SLOW_SWITCHES = (
+    "CUDA_LAUNCH_BLOCKING",
+    "NCCL_DEBUG",
+    "PYTHONASYNCIODEBUG",
+    "TORCH_LOGS",
+    "TORCH_SHOW_DISPATCH_TRACE",
+    "TRITON_DEBUG",
+)
+"""Environment variables that help to find a hang or a fault, and cost time or flood the log while they are set."""
+
+
+def slow_switches() -> list[str]:
+    """Those of `SLOW_SWITCHES` that are on, as NAME=value."""
+    values = ((name, os.environ.get(name, "")) for name in SLOW_SWITCHES)
+    return [f"{name}={value}" for name, value in values if value not in ("", "0")]
+
+
 def hash_root_seed() -> bytes | None:
     """Root of the block hashes from PYTHONHASHSEED, so that processes agree on them; None if it is not set."""
     seed = os.environ.get("PYTHONHASHSEED", "random")
@@ -382,6 +404,7 @@ class ResolvedConfig:
     graph_capture: CaptureTime
     graph_sizes: tuple[int, ...] | None
     """Tokens that steps are padded to, ascending; None leaves the choice to the device."""
+    attention_backend: Literal["auto", "triton", "cudnn"]
     completion_poll_us: int
     determinism: Literal["none", "offline", "batch-invariant"]
 
@@ -418,6 +441,11 @@ def resolve(
         device = "cuda" if cuda_available else "cpu"
     if device == "cuda" and not cuda_available:
         raise InvalidConfig("device=cuda, but PyTorch sees no CUDA device; use --device cpu", param="device")
+    if device == "cpu" and config.runtime.attention_backend != "auto":
+        raise InvalidConfig(
+            f"attention_backend={config.runtime.attention_backend} is of a GPU; a CPU has its own kernel: use auto",
+            param="attention_backend",
+        )
     own_dtype = "float32" if device == "cpu" else model_dtype
     dtype = cast(Dtype, own_dtype if config.model.dtype == "auto" else config.model.dtype)
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
@@ -475,6 +503,7 @@ def resolve(
         optimization_level=level,
         graph_capture=graph_capture,
         graph_sizes=graph_sizes,
+        attention_backend=config.runtime.attention_backend,
         completion_poll_us=config.runtime.completion_poll_us,
         determinism=config.runtime.determinism,
     )

@@ -138,7 +138,9 @@ def make_cuda_runner(
             max_blocks=max_blocks,
             buffer_words=ring.shape[1],
             buckets=_buckets(resolved),
+            uses_cudnn=resolved.attention_backend != "triton",
         )
+        check_attention(resolved.attention_backend, forward.cudnn_refusal)
         forward.compile_ahead(resolved.max_num_batched_tokens)
         num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, layout, forward, resolved, cache, device)
         resolved = limit_context(resolved, layout.longest_request(num_blocks - 1))
@@ -168,6 +170,17 @@ def make_cuda_runner(
     )
     runner.warm_up()
     return runner
+
+
+def check_attention(backend: str, cudnn_refusal: str | None) -> None:
+    """
+    Raises:
+        InvalidConfig: cuDNN was asked for by name, and there is a reason why it cannot be had.
+    """
+    if backend == "cudnn" and cudnn_refusal is not None:
+        raise InvalidConfig(
+            f"attention_backend=cudnn cannot be had: {cudnn_refusal}; use auto", param="attention_backend"
+        )
 
 
 def _buckets(resolved: ResolvedConfig) -> tuple[int, ...]:

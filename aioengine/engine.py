@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from aioengine.cache_admin import CacheAdmin
-from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed
+from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed, slow_switches
 from aioengine.determinism import DECLARED, check_demand
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
@@ -117,6 +117,8 @@ class AsyncEngine:
         if self._state != "new":
             raise EngineClosed(f"the engine cannot be started: it is {self._state}")
         self._state = "starting"
+        if switches := slow_switches():
+            logger.warning("%s: this slows the engine or floods the log; unset it after debugging", ", ".join(switches))
         try:
             KVEvents.wanted(self.config.cache)  # a wrong option costs no loading
             parts = await self._loading.run(self.config, self._on_stage)

@@ -158,6 +158,7 @@ class StepForward:
     Args:
         buffer_words: most words of a step buffer.
         buckets: sizes that steps are padded to, ascending, as `token_buckets`; none runs every step eagerly.
+        uses_cudnn: for long chunks, where it can serve them.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class StepForward:
         max_blocks: int,
         buffer_words: int,
         buckets: tuple[int, ...],
+        uses_cudnn: bool = True,
     ) -> None:
         self._model = model
         self._spec = spec
@@ -188,7 +190,9 @@ class StepForward:
         group = spec.num_heads // spec.num_kv_heads
         self._few_queries = tile_for(group, few_queries=True).block_m // group
         self._windows = tuple(sorted({window or 0 for window in spec.layer_windows}))
-        self.cudnn_refusal = unsupported_reason(self._device, ops.dtype, spec.head_dim)
+        self.cudnn_refusal = (
+            self._why_no_cudnn(ops.dtype) if uses_cudnn else "cuDNN is switched off by --attention-backend triton"
+        )
         """Why long chunks stay with the paged kernel, or None."""
         self.waits_for_idle_time = False
         """A bucket that is not captured yet is made up for by a larger one: somebody will capture it later."""
@@ -214,6 +218,12 @@ class StepForward:
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
         self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
 
+    def _why_no_cudnn(self, dtype: torch.dtype) -> str | None:
+        """None if cuDNN can serve the long chunks of some layer."""
+        if 0 not in self._windows:
+            return unsupported_reason(self._device, dtype, self._spec.head_dim, window=self._windows[0])
+        return unsupported_reason(self._device, dtype, self._spec.head_dim)
+
     @property
     def num_graphs(self) -> int:
         return sum(entry.graph is not None for entry in self._entries.values())
@@ -222,7 +232,7 @@ class StepForward:
         """Runs the step that lies in `buffer`. `choice`: what all its samples can be chosen with."""
         if facts.num_copies:
             self._copier().copy(self.buffer, facts.num_copies)
-        is_long = bool(facts.long_rows) and self.cudnn_refusal is None and 0 in self._windows
+        is_long = bool(facts.long_rows) and self.cudnn_refusal is None
         if not self.buckets or is_long:
             return self._run_at_size(facts)
         bucket = self.bucket_of(facts, choice)
@@ -309,7 +319,7 @@ class StepForward:
 
     def warm_long_chunks(self, max_chunk: int) -> Iterator[None]:
         """Prepares what chunks of up to `max_chunk` tokens need, cuDNN's plans and kernels, a piece at a time."""
-        if self.cudnn_refusal is None and 0 in self._windows:
+        if self.cudnn_refusal is None:
             if max_chunk >= LONG_CHUNK:
                 yield from self.warm_rests()
             yield from warm(self._spec.num_heads, self._kv_caches[self._layout.groups[0].layers[0]], max_chunk)

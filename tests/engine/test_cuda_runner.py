@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams, graphs
 from aioengine.checkpoint import load_checkpoint
+from aioengine.cuda_device import check_attention
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
 from aioengine.graphs import Bucket, StepFacts, StepForward, token_buckets
@@ -139,7 +140,7 @@ def forward(family: Family, level: int, small_grids: None) -> StepForward:
     return make_forward(family.folder, level)
 
 
-def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS) -> StepForward:
+def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS, *, uses_cudnn: bool = True) -> StepForward:
     """A checkpoint's forward pass in the interpreter, over a pool of NaN."""
     ops = CudaOps(torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():
@@ -159,6 +160,7 @@ def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS) -> Step
         max_blocks=MAX_LEN // BLOCK_SIZE,
         buffer_words=4096,
         buckets=token_buckets(max_num_seqs, 48) if level else (),
+        uses_cudnn=uses_cudnn,
     )
 
 
@@ -270,6 +272,25 @@ def test_lists_beside_long_chunks_are_made_ahead_of_rows_without_tokens(
     assert len(list(forward.warm_rests())) == len(made) >= 1
     for plan in made:
         assert len(plan.lists) == 2 and all(bool((work.items[:, 0] == -1).all()) for work in plan.lists)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-biases", "mistral-window"], indirect=True)
+@pytest.mark.parametrize("level", [2])
+def test_why_long_chunks_stay_with_the_paged_kernel_is_told(
+    family: Family, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4, F5: by the flag, or by what the device and the model's layers want; the flag for cuDNN is no wish."""
+    monkeypatch.setattr(graphs, "unsupported_reason", lambda *_, window=0: "windows" if window else None)
+    served = make_forward(family.folder, level)
+    windowed = family.folder.name.startswith("mistral")
+    assert served.cudnn_refusal == ("windows" if windowed else None)
+    check_attention("auto", served.cudnn_refusal)
+    check_attention("cudnn", None)
+    with pytest.raises(InvalidConfig, match="attention_backend=cudnn cannot be had: windows"):
+        check_attention("cudnn", "windows")
+    switched_off = make_forward(family.folder, level, uses_cudnn=False)
+    assert "--attention-backend triton" in (switched_off.cudnn_refusal or "")
 
 
 def test_every_number_of_rows_is_listed_by_a_kernel_that_was_made_ahead() -> None:

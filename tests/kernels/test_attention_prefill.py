@@ -170,6 +170,29 @@ def test_a_refusal_names_its_reason(arguments, reason):
     assert reason in (unsupported_reason(*arguments) or "")
 
 
+@pytest.mark.parametrize(
+    ("capability", "has_cudnn", "arguments", "reason"),
+    [
+        ((7, 5), True, (torch.float16, 128), "compute capability 8.0"),
+        ((8, 0), True, (torch.bfloat16, 128), None),
+        ((9, 0), True, (torch.bfloat16, 64), None),
+        ((9, 0), False, (torch.bfloat16, 128), "no cuDNN"),
+        ((9, 0), True, (torch.float32, 128), "not torch.float32"),
+        ((9, 0), True, (torch.bfloat16, 256), "head sizes"),
+        ((9, 0), True, (torch.bfloat16, 100), "head sizes"),
+        ((9, 0), True, (torch.bfloat16, 128, 512), "sliding window"),
+        ((9, 0), True, (torch.bfloat16, 128, 0, 30.0), "soft cap"),
+        ((9, 0), True, (torch.bfloat16, 128, 0, 0.0, True), "sinks"),
+    ],
+)
+def test_what_cudnn_serves_by_device_and_layer(monkeypatch, capability, has_cudnn, arguments, reason):
+    """F4, F5: a table over devices that need not be here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: has_cudnn)
+    told = unsupported_reason(torch.device("cuda"), *arguments)
+    assert told is None if reason is None else reason in (told or "")
+
+
 @pytest.mark.parametrize(("block_size", "head_dim"), [(16, 32), (4, 24)])
 def test_gathered_tokens_are_those_of_the_blocks_in_order(block_size, head_dim, dtype, device):
     kv_cache = torch.randn((9, 3, block_size, 2 * head_dim), device=device).to(dtype)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from aioengine.config import EngineConfig, ResolvedConfig, resolve
+from aioengine.config import SLOW_SWITCHES, EngineConfig, ResolvedConfig, resolve, slow_switches
 from aioengine.errors import InvalidConfig
 
 
@@ -94,6 +94,27 @@ def test_flags_win_over_the_optimization_level(
 ) -> None:
     config = resolved(**options)
     assert (config.optimization_level, config.graph_capture, config.graph_sizes) == (level, capture, sizes)
+
+
+def test_what_helps_debugging_and_costs_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8."""
+    for name in SLOW_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    assert slow_switches() == []
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("TRITON_DEBUG", "0")
+    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
+    assert slow_switches() == ["CUDA_LAUNCH_BLOCKING=1", "NCCL_DEBUG=TRACE"]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_an_attention_backend_is_of_a_gpu(backend: str) -> None:
+    """F5: chosen by name or by the engine; what cannot be had is refused."""
+    given = EngineConfig(model="m", attention_backend=backend)
+    sizes = {"model_max_len": 4096, "model_dtype": "bfloat16", "num_cores": 1}
+    assert resolve(given, cuda_available=True, **sizes).attention_backend == backend
+    with pytest.raises(InvalidConfig, match=f"attention_backend={backend} is of a GPU"):
+        resolve(given, cuda_available=False, **sizes)
 
 
 @pytest.mark.parametrize(
