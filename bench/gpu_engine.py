@@ -3,9 +3,10 @@
     python -m aioengine.bench.gpu_engine [--out DIR] [--models NAME,...] [--sections NAME,...] [--set OPTION=VALUE ...]
 
 Models are shapes with random bfloat16 weights. The figures beside ours, in `ANCHORS` below, were measured with vLLM
-0.26.0, its defaults and the same workloads on one H200. Prompts are random ids
-drawn anew for each run; greedy and ignore_eos unless a workload says otherwise. One failing section is reported
-and the rest goes on. Writes gpu_engine.json to --out after every section and prints one line per figure.
+0.26.0, its defaults and the same workloads on one H200. Prompts are random ids drawn anew for each run; greedy and
+ignore_eos unless a workload says otherwise. One failing section is reported and the rest goes on; each says whether
+it ran tuned, cold or unobserved (`conditions.py`). Writes gpu_engine.json to --out after every section and prints one
+line per figure.
 
 Sections without a figure of vLLM: `compare` (graphs against eager steps), `steps` (host and device time
 of decode steps, idle device), `mixed` (W5 cold, W1 and W6 once more, their steps by size), `draws` (what sampling
@@ -25,10 +26,12 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.bench.conditions import Conditions, comparison_class, counted
 from aioengine.bench.gpu_steps import StepProbe
 from aioengine.bench.report import machine, peak_memory_bytes, require_cuda
 from aioengine.bench.workloads import Job, random_prompts, run_jobs
@@ -102,6 +105,16 @@ class Report:
                 print("   " + " ".join(f"{cell:>18}" for cell in row.values()), flush=True)
             else:
                 print("   " + ", ".join(f"{key} {cell}" for key, cell in row.items()), flush=True)
+        self.write()
+
+    def ran(self, model: str, section: str, conditions: Conditions, took_s: float) -> None:
+        """Says of a section that has ended whether its figures may be compared (`conditions.py`)."""
+        runs = self.data.setdefault("runs", {})
+        run_class = conditions.run_class()
+        runs[f"{model} {section}"] = {"class": run_class, **asdict(conditions)}
+        self.data["comparison"] = comparison_class(run["class"] for run in runs.values())
+        why = "" if run_class == "tuned" else f": {conditions}"
+        print(f"   ({section} took {took_s:.1f} s, {run_class}{why})", flush=True)
         self.write()
 
     def fail(self, model: str, section: str, error: BaseException) -> None:
@@ -337,11 +350,20 @@ async def measure(model: str, sections: list[str], report: Report, options: dict
         for name in sections:
             if name in WORKLOADS:
                 took = time.perf_counter()
-                try:
-                    await WORKLOADS[name](engine, model, report)
-                except Exception as error:
-                    report.fail(model, name, error)
-                print(f"   ({name} took {time.perf_counter() - took:.1f} s)", flush=True)
+                runner: Any = engine._loaded.runner
+                is_warm, num_graphs = not runner.has_idle_work, runner._forward.num_graphs
+                with counted() as compiled:
+                    try:
+                        await WORKLOADS[name](engine, model, report)
+                    except Exception as error:
+                        report.fail(model, name, error)
+                conditions = Conditions(
+                    num_compiled=compiled.number,
+                    num_captured=runner._forward.num_graphs - num_graphs,
+                    is_warm=is_warm,
+                    has_cache=engine.config.cache.enable_prefix_caching,
+                )
+                report.ran(model, name, conditions, time.perf_counter() - took)
 
 
 async def tokens(model: str, work: list[Job], **options: Any) -> list[list[int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aioengine.bench.conditions import Conditions, comparison_class, counted
 from aioengine.bench.naive_pool import NaivePool, chain_hashes
 from aioengine.bench.replay import replay
 from aioengine.bench.traces import SYNTHETIC, Arrival, read_trace
@@ -55,6 +56,46 @@ def test_the_median_run_is_one_of_the_runs() -> None:
     runs: list[dict[str, float | int | None]] = [{"rate": 3.0}, {"rate": 1.0}, {"rate": 2.0}]
     assert median_run(runs, "rate") is runs[2]
     assert median_run(runs[:2], "rate") is runs[1]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({}, "tuned"),
+        ({"num_compiled": 1}, "cold"),
+        ({"num_captured": 2}, "cold"),
+        ({"is_warm": False}, "cold"),
+        ({"has_cache": False}, "cold"),
+        ({"num_compiled": None}, "diagnostic"),
+        ({"is_warm": None, "has_cache": None}, "diagnostic"),
+        ({"is_warm": None, "num_compiled": 1}, "cold"),
+    ],
+)
+def test_a_run_is_tuned_cold_or_diagnostic(seen: dict[str, int | None], expected: str) -> None:
+    """P4: what was not seen is not what was seen to be absent."""
+    warm = {"num_compiled": 0, "num_captured": 0, "is_warm": True, "has_cache": True}
+    assert Conditions(**{**warm, **seen}).run_class() == expected
+
+
+def test_one_run_that_is_not_tuned_spoils_a_comparison() -> None:
+    assert comparison_class(["tuned", "tuned"]) == "tuned"
+    assert comparison_class(["tuned", "diagnostic"]) == "diagnostic"
+    assert comparison_class(["diagnostic", "cold", "tuned"]) == "cold"
+    assert comparison_class([]) == "diagnostic"
+
+
+def test_compilations_are_counted_by_the_hook_and_the_old_one_is_called_and_put_back() -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    heard: list[str] = []
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: heard.append("old")
+    try:
+        old = knobs.runtime.jit_post_compile_hook
+        with counted() as compiled:
+            assert compiled.number == 0
+            knobs.runtime.jit_post_compile_hook(key="k", repr="r")
+        assert compiled.number == 1 and heard == ["old"] and knobs.runtime.jit_post_compile_hook is old
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 def test_the_naive_pool_forgets_the_least_recently_used_and_keeps_what_is_touched() -> None:
