@@ -48,6 +48,7 @@ cdef class KVManager:
     cdef int publish_as_of(self, Request request, int32_t num_computed, int64_t step) except -1
     cdef int take_back(self, Request request) except -1
     cdef bint is_fresh(self, int32_t block_id) noexcept
+    cdef bint is_being_written(self, Request source, int32_t at) noexcept
     cdef bint is_settled(self, int32_t block_id) noexcept
     cpdef int release(self, Request request) except -1
     cdef bint is_barred(self, Request request, int32_t at) except *

@@ -171,6 +171,8 @@ cdef class KVManager:
         if source is not None and source.publish_until <= full:
             full = source.publish_until
             shared = full * self.block_size
+        if source is not None and shared % self.block_size and self.is_being_written(source, full):
+            shared = full * self.block_size
         if source is None or shared <= request.num_matched:
             return num_hits
         if full > num_hits:
@@ -345,6 +347,17 @@ cdef class KVManager:
     cdef bint is_fresh(self, int32_t block_id) noexcept:
         """Whether the step being made computes an indexed block."""
         return self.pool.blocks[block_id].step == <uint16_t> self.step
+
+    cdef bint is_being_written(self, Request source, int32_t at) noexcept:
+        """Whether the step being made writes a block of a request that has its prompt.
+
+        Copies are made before the step's tokens are computed: it would be copied as it was. A request that came back
+        in this step may have hit what another one computes in it, or may wait for a copy itself.
+        """
+        cdef int32_t block_id = source.blocks[at]
+        if source.copy_target == block_id:
+            return True
+        return bool(self.pool.blocks[block_id].flags & HASHED) and self.is_fresh(block_id)
 
     cdef bint is_settled(self, int32_t block_id) noexcept:
         """Whether the step that computed an indexed block is over.

@@ -409,12 +409,22 @@ class NaiveScheduler:
         """Full blocks, and (block to copy, tokens it saves), best first; the last choice is none."""
         hits, source = self.kv.match(request.table), self.source(request)
         tail = self.kv.match_tail(request.table, len(hits))
-        if source is not None and request.shared > len(hits) * self.block_size + tail[1]:
-            full, rest = divmod(request.shared, self.block_size)
+        shared, begun = request.shared, request.shared % self.block_size
+        if source is not None and begun and self.is_being_written(source, shared // self.block_size):
+            shared -= begun
+        if source is not None and shared > len(hits) * self.block_size + tail[1]:
+            full, rest = divmod(shared, self.block_size)
             if full > len(hits):
                 hits = source.table.blocks[:full]
             tail = (source.table.blocks[full], rest) if rest else (0, 0)
         return hits, [tail, (0, 0)] if tail[0] else [(0, 0)]
+
+    def is_being_written(self, source: NaiveRequest, index: int) -> bool:
+        """Whether a block changes in the step being made, too late to be copied at its beginning."""
+        if source.table.copy_source and source.num_computed // self.block_size == index:
+            return True
+        block_id = source.table.blocks[index]
+        return block_id in self.kv.pool.key_of and self.kv.step_of[block_id] == self.kv.step
 
     def preempt(self, request: NaiveRequest) -> None:
         self.running.remove(request)

@@ -112,6 +112,19 @@ def test_pictures_part_prompts_of_equal_tokens_from_their_block_on() -> None:
     assert counts_of(first, replace(again, name="o", at=4.0), evicted, again)["hit tokens"] == 4 + 16
 
 
+def test_a_sibling_copies_no_block_that_another_request_computes_in_the_same_step() -> None:
+    """A10: its source came back in that step and hit the block; copies are made before the step's tokens."""
+    options = {"block_size": 2, "num_blocks": 9, "max_num_seqs": 4, "max_model_len": 48, "max_num_batched_tokens": 256}
+    events = (
+        Add(0.0, "r105", 3, 3),
+        Add(0.0, "r106", 5, 3),
+        Add(0.0, "r109", 4, 3, stem=1, shared=4),
+        Add(0.0, "r110", 4, 2, stem=1, shared=4, n=2),
+    )
+    counts = run(Script({**PLAIN, **options, "max_in_flight": 1}, events, step_seconds=(1.0,), seed=6003547)).counts
+    assert counts["preempted"] == 2
+
+
 def test_a_forced_reset_preempts_what_runs() -> None:
     counts = counts_of(Add(0.0, "a", 5, 40, ignore_eos=True), Reset(3.5), Reset(5.5, force=True))
     assert (counts["forced resets"], counts["preempted"], counts["length"]) == (1, 1, 1)
