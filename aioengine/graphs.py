@@ -430,8 +430,10 @@ class StepForward:
         rows, window = inputs.num_rows, self._spec.layer_windows[-1] or 0
         plans = {window: self._make_plan(rows, rows, True, window, self._shared_plan)}
         whole = self._metadata(inputs, plans, ())
-        only = {"query_start_loc": inputs.last_start_loc, "num_tokens": rows, "max_query_len": 1}
-        return FinalRows(inputs.last_tokens, [replace(meta, **only) for meta in whole])
+        attention = [
+            replace(meta, query_start_loc=inputs.last_start_loc, num_tokens=rows, max_query_len=1) for meta in whole
+        ]
+        return FinalRows(inputs.last_tokens, attention)
 
     def _pass(self, bucket: Bucket, entry: _Entry) -> None:
         hidden = self._forward(entry)
@@ -470,7 +472,9 @@ class StepForward:
         for window, plan in entry.attention[0].plans.items():
             fill_plan(plan, inputs.query_start_loc, inputs.seq_lens, skip if window == 0 else None)
         if entry.final is not None:
-            for plan in entry.final.attention[0].plans.values():
+            last = entry.final.attention[0]
+            assert isinstance(last, DeviceAttention), type(last)
+            for plan in last.plans.values():
                 fill_plan(plan, inputs.last_start_loc, inputs.seq_lens)
         return self._model.forward(inputs.input_ids, inputs.positions, self._context(entry))
 
