@@ -6,6 +6,8 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from aioengine.fastcore.key_tails import Media
+
 @final
 class Siblings:
     """Requests with one prompt, such as the n choices of a call; made empty and given to each of them."""
@@ -86,6 +88,7 @@ class Request:
         arrival_s: float = 0.0,
         extra_keys: bytes = b"",
         cache_salt: bytes = b"",
+        media: Media = (),
         skip_prefix_cache: bool = False,
         wants_prompt_logits: bool = False,
         prewarms: bool = False,

@@ -388,6 +388,19 @@ def test_prompts_are_scored_from_all_tokens_whatever_bucket_is_at_hand(family: F
 # ---- on a GPU -----------------------------------------------------------------------------------------------
 
 
+def gpu_config(folder: str, **options: object) -> EngineConfig:
+    """A small engine in a type whose near-ties are few."""
+    return EngineConfig(
+        model=folder,
+        device="cuda",
+        dtype="float16",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=200,
+        **options,
+    )
+
+
 async def generate(folder: str, prompts: list[list[int]], params: SamplingParams, **options: object) -> list[list[int]]:
     """Tokens of all prompts, run together; choices one after the other."""
 
@@ -397,16 +410,7 @@ async def generate(folder: str, prompts: list[list[int]], params: SamplingParams
             found[output.index] += output.delta_token_ids
         return [token_id for choice in found for token_id in choice]
 
-    config = EngineConfig(
-        model=folder,
-        device="cuda",
-        dtype="float16",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=200,
-        **options,
-    )
-    async with AsyncEngine(config) as engine:
+    async with AsyncEngine(gpu_config(folder, **options)) as engine:
         return await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
 
 
@@ -437,16 +441,7 @@ async def test_who_is_greedy_on_the_gpu_draws_nothing_whoever_had_the_row_before
         outputs = [output async for output in await engine.submit(prompt, params)]
         return outputs[-1].token_ids
 
-    config = EngineConfig(
-        model=str(family.folder),
-        device="cuda",
-        dtype="float16",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=200,
-        async_scheduling=ahead,
-    )
-    async with AsyncEngine(config) as engine:
+    async with AsyncEngine(gpu_config(str(family.folder), async_scheduling=ahead)) as engine:
         await asyncio.gather(*(one(engine, prompt, draws) for prompt in [*prompts, prompts[0]]))
         found = await asyncio.gather(one(engine, prompts[0], draws), *(one(engine, ids, greedy) for ids in prompts))
     for prompt, outputs in zip(prompts, found[1:], strict=True):
@@ -485,16 +480,7 @@ async def test_logprobs_on_the_gpu_are_those_of_the_model_alone(family: Family, 
         )
         return [output async for output in await engine.submit(prompt, params)]
 
-    config = EngineConfig(
-        model=str(family.folder),
-        device="cuda",
-        dtype="float16",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=200,
-        async_scheduling=ahead,
-    )
-    async with AsyncEngine(config) as engine:
+    async with AsyncEngine(gpu_config(str(family.folder), async_scheduling=ahead)) as engine:
         found = await asyncio.gather(*map(one, [engine] * 5, prompts, wanted))
     for prompt, count, outputs in zip(prompts, wanted, found, strict=True):
         ids = prompt + outputs[-1].token_ids

@@ -54,6 +54,16 @@ class Cache:
         assert request.status == "finished"
         return request.num_cached_tokens
 
+    def serve_all(self, served: list[tuple[tuple[bytes, Ids], bool]]) -> list[Request]:
+        """Requests of a salt and ids each, one after the other; returns those that are said to stay."""
+        running = []
+        for (salt, ids), stays in served:
+            if stays:
+                running.append(self.start(*ids, salt=salt))
+            else:
+                self.serve(*ids, salt=salt)
+        return running
+
     def name(self, *ids: int, salt: bytes = b"", start: int = -1) -> NamedPrefix:
         return NamedPrefix(np.array(ids, dtype=np.int32), BLOCK_SIZE, cache_salt=salt, start=start)
 
@@ -440,12 +450,7 @@ def test_exactly_the_span_and_what_saw_it_goes(
 ) -> None:
     """Q3, Q4: a random tree of prefixes, some of them in use, against what the names themselves say."""
     cache = Cache(num_blocks=1000, enable_partial_block_reuse=keeps_tokens)
-    running = []
-    for (salt, ids), stays in served:
-        if stays:
-            running.append(cache.start(*ids, salt=salt))
-        else:
-            cache.serve(*ids, salt=salt)
+    running = cache.serve_all(served)
     salt, ids = named
     start = data.draw(st.integers(0, len(ids) - 1))
     name = cache.name(*ids, salt=salt, start=start)
@@ -503,12 +508,7 @@ def test_exactly_what_is_under_a_salt_goes(
 ) -> None:
     """A random tree of prefixes of two tenants, some of them in use and one in flight, of whom one leaves."""
     cache = Cache(num_blocks=1000, enable_partial_block_reuse=keeps_tokens, max_in_flight=max_in_flight)
-    running = []
-    for (salt, ids), stays in served:
-        if stays:
-            running.append(cache.start(*ids, salt=salt))
-        else:
-            cache.serve(*ids, salt=salt)
+    running = cache.serve_all(served)
     in_flight = cache.scheduler.schedule()
     prefixes = [ids for length in (2, 4, 6, 8) for ids in itertools.product((1, 2), repeat=length)]
 
