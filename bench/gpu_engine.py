@@ -396,6 +396,15 @@ async def compare(report: Report) -> None:
         print(f"   first difference by request (40: none): {same}", flush=True)
 
 
+def given_option(text: str) -> tuple[str, Any]:
+    """Name and value of OPTION=VALUE: the value in JSON, or a word such as `triton` as it stands."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -407,7 +416,7 @@ def main() -> int:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     sections = args.sections.split(",")
-    options = {name: json.loads(value) for name, _, value in (given.partition("=") for given in args.set)}
+    options = dict(given_option(given) for given in args.set)
     report = Report(args.out)
     print(report.data["card"], flush=True)
     if "compare" in sections:

@@ -480,7 +480,7 @@ async def test_logprobs_on_the_gpu_are_those_of_the_model_alone(family: Family, 
         )
         return [output async for output in await engine.submit(prompt, params)]
 
-    async with AsyncEngine(gpu_config(str(family.folder), async_scheduling=ahead)) as engine:
+    async with AsyncEngine(gpu_config(str(family.folder), async_scheduling=ahead, max_logprobs=-1)) as engine:
         found = await asyncio.gather(*map(one, [engine] * 5, prompts, wanted))
     for prompt, count, outputs in zip(prompts, wanted, found, strict=True):
         ids = prompt + outputs[-1].token_ids
