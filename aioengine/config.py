@@ -148,6 +148,11 @@ class SchedulerConfig:
         True, "Start a request only if the KV of all its tokens fits, not just that of its first chunk."
     )
     watermark: float = option(0.0, "Share of the KV blocks that stays free when a request starts while others run.")
+    stale_output: Literal["deliver", "drop"] = option(
+        "deliver",
+        "Tokens in flight when their request is preempted: deliver them before it starts again, or drop them and "
+        "compute them anew.",
+    )
     async_scheduling: bool | None = option(None, "Schedule one step ahead of the device; by default on a GPU only.")
     max_waiting_requests: int | None = option(
         None, "Refuse new requests with 429 while this many wait; by default there is no limit."

@@ -179,6 +179,7 @@ class AsyncEngine:
             max_long_partial_prefills=config.scheduler.max_long_partial_prefills or 0,
             full_sequence_must_fit=config.scheduler.scheduler_reserve_full_isl,
             watermark=config.scheduler.watermark,
+            stale_output=config.scheduler.stale_output,
             priority_ageing_s=config.scheduler.priority_ageing_s,
             target_itl_s=(config.scheduler.target_itl_ms or 0.0) / 1000,
             max_in_flight=max_in_flight,

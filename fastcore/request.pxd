@@ -73,6 +73,7 @@ cdef class Request:
     cdef readonly int32_t num_computed_tokens   # positions computed or in flight; 0 after preemption
     cdef readonly int32_t num_in_flight         # sampled on the device, not known here yet
     cdef readonly int32_t num_preemptions       # also the epoch that tells stale rows of a step
+    cdef int32_t first_valid_epoch              # what rows of earlier epochs sample is dropped
     cdef readonly int32_t num_cached_tokens     # prefix hit of the first admission
     cdef int32_t prompt_logits_until            # positions whose prompt logits were asked for
     cdef int32_t step_tokens                    # scheduled in the step being made
@@ -106,6 +107,7 @@ cdef class Request:
     cdef object set_prompt(self, prompt)
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
+    cdef int drop_samples(self) noexcept
     cdef int reserve_blocks(self, int32_t count) except -1
     cdef int reserve_groups(self, int32_t count) except -1
     cdef int reserve_hashes(self, int32_t count) except -1

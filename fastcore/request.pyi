@@ -62,7 +62,7 @@ class Request:
     num_computed_tokens: int
     """Positions whose KV is computed or will be by the steps in flight; 0 again after a preemption."""
     num_in_flight: int
-    """Output tokens that the device has sampled or will sample in steps not updated yet."""
+    """Output tokens that the device has sampled or will sample in steps not updated yet, without dropped ones."""
     num_preemptions: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache, or at a sibling, when it was admitted first."""

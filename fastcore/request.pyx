@@ -114,6 +114,12 @@ cdef class Request:
         self.num_tokens += 1
         return 0
 
+    cdef int drop_samples(self) noexcept:
+        """Forgets what is sampled in steps in flight: they are settled as if the request was not in them."""
+        self.num_in_flight = 0
+        self.first_valid_epoch = self.num_preemptions
+        return 0
+
     cdef int reserve_blocks(self, int32_t count) except -1:
         if count > self.blocks_capacity:
             count = max(count, 2 * self.blocks_capacity, 8)

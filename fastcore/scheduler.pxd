@@ -38,6 +38,7 @@ cdef class Scheduler:
 
     cdef readonly Limits limits
     cdef bint by_priority
+    cdef bint drops_stale_output          # else what is in flight at a preemption is delivered (C19)
     cdef double ageing_s
     cdef object clock
 

@@ -43,6 +43,9 @@ class Scheduler:
         kv_groups: (kind, size, scale) of every group of layers with a block table of its own; kind is full, sliding
             or chunked, size the window or chunk in tokens (0 for full), scale the group's block size divided by
             `block_size`. The first one is ("full", 0, 1). With more than one group hits are whole blocks of all.
+        stale_output: what becomes of tokens that are sampled in steps in flight while their request is preempted.
+            deliver: they are appended when their step is updated, and the request starts again only then. drop: they
+            are forgotten, the request need not wait, and computes them anew.
 
     Raises:
         ValueError: a limit that cannot work.
@@ -98,6 +101,7 @@ class Scheduler:
         context_cost: float = 0.0,
         enable_partial_block_reuse: bool = False,
         kv_groups: Sequence[Group] = ...,
+        stale_output: Literal["deliver", "drop"] = "deliver",
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:
@@ -132,7 +136,7 @@ class Scheduler:
 
         Returns:
             the requests that gained a token or ended, in plan order; rows of requests that ended while the
-            step was in flight are skipped.
+            step was in flight are skipped, and so are those in `plan.dropped_rows`.
 
         Raises:
             RuntimeError: the plan is not the oldest step in flight.

@@ -38,7 +38,7 @@ cdef class Scheduler:
         bint adaptive_long_prefill_threshold=False, int32_t max_num_partial_prefills=0,
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
         double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1,
-        object clock=time.monotonic, root_seed=None, kv_groups=(("full", 0, 1),),
+        object clock=time.monotonic, root_seed=None, kv_groups=(("full", 0, 1),), str stale_output="deliver",
     ):
         cdef KVGroups groups = KVGroups(
             kv_groups, block_size, max(1, max_num_scheduled_tokens or max_num_batched_tokens)
@@ -60,6 +60,9 @@ cdef class Scheduler:
                 f"priority_ageing_s={priority_ageing_s} must lie between 0 and 1e9, and be 0 without the "
                 "priority policy"
             )
+        if stale_output not in ("deliver", "drop"):
+            raise ValueError(f"stale_output={stale_output!r} must be deliver or drop")
+        self.drops_stale_output = stale_output == "drop"
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
             enable_partial_block_reuse, kv_groups, self.limits.max_num_scheduled_tokens,
@@ -300,6 +303,8 @@ cdef class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_sent_blocks = 0
         victim.num_preemptions += 1
+        if self.drops_stale_output:
+            victim.drop_samples()
         if victim.siblings is not None:
             discard(victim.siblings.running, victim)
         victim.state = PREEMPTED
@@ -487,6 +492,9 @@ cdef class Scheduler:
             request = <Request> plan.requests[i]
             if request.state == FINISHED:
                 continue  # ended while the step was in flight: its token is one too many
+            if records[i].epoch < request.first_valid_epoch:
+                plan.dropped_rows.append(i)
+                continue
             if self.settle_row(request, &records[i], tokens):
                 changed.append(request)
                 any_ended = any_ended or request.state == FINISHED
@@ -503,8 +511,8 @@ cdef class Scheduler:
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
         cdef int32_t reached = record.num_computed + record.num_new
-        # Preempted since: the blocks are gone, but a sampled token is as valid as before and is delivered; to
-        # drop it (C19) would mean to compute it again with the same result (INV-33).
+        # Preempted since: the blocks are gone, but a sampled token that was not dropped is as valid as before and is
+        # delivered; to drop it means to compute it again with the same result (C19, INV-33).
         if record.epoch == request.num_preemptions:
             self.kv.publish(request, reached)
             if record.sample_index >= 0:

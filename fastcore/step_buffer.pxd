@@ -21,6 +21,7 @@ cdef class StepPlan:
     cdef readonly list sample_requests
     cdef readonly list joined
     cdef readonly list left_rows
+    cdef readonly list dropped_rows
     cdef readonly object buffer
     cdef const RowRecord* records    # in the ring, valid until the plan is updated
 

@@ -130,7 +130,7 @@ cdef class StepBuffer:
         cdef int32_t num_updates = 0
 
         plan.step_id, plan.requests, plan.left_rows = step_id, requests, left_rows
-        plan.sample_requests, plan.joined, plan.records = [], [], record
+        plan.sample_requests, plan.joined, plan.dropped_rows, plan.records = [], [], [], record
         for i in range(num_rows):
             request = <Request> requests[i]
             pack_row(row, record, request, plan, num_tokens)

@@ -71,12 +71,16 @@ cdef class StepsInFlight:
         return 0
 
     cdef int num_samples_of(self, Request request) except -1:
-        """Tokens of a request that are sampled on the device and not known yet."""
+        """Tokens of a request that are sampled on the device, not known yet and not to be dropped."""
         cdef StepPlan plan
         cdef int count = 0
+        cdef Py_ssize_t i
         for plan in self.plans:
-            for other in plan.sample_requests:
-                count += other is request
+            for i in range(plan.num_rows):
+                count += (
+                    plan.requests[i] is request and plan.records[i].sample_index >= 0
+                    and plan.records[i].epoch >= request.first_valid_epoch
+                )
         return count
 
 

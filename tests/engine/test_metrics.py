@@ -87,6 +87,27 @@ async def test_preemptions_are_counted(make_engine: MakeEngine) -> None:
         assert samples(engine)["num_preemptions_total"] == engine.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("stale_output", ["deliver", "drop"])
+async def test_preempted_one_step_ahead_answers_and_their_logprobs_stay_the_same(
+    make_engine: MakeEngine, stale_output: str
+) -> None:
+    """C19: a token that is dropped is told to nobody, and neither are its log-probabilities."""
+    prompts = [f"{n} crowd" for n in range(12)]
+    params = dataclasses.replace(GREEDY, max_tokens=80, logprobs=2)
+    async with make_engine(num_gpu_blocks_override=100) as engine:
+        plain = await ask_all(engine, prompts, params)
+        assert engine.stats().num_preemptions == 0
+    options = {"num_gpu_blocks_override": 14, "async_scheduling": True, "stale_output": stale_output}
+    async with make_engine(**options) as engine:
+        crowded = await ask_all(engine, prompts, params)
+        assert engine.stats().num_preemptions > 0
+        assert samples(engine)["generation_tokens_total"] == sum(len(answer.token_ids) for answer in crowded)
+    assert [a.token_ids for a in crowded] == [a.token_ids for a in plain]
+    for answer in crowded:
+        told = [position for output in answer.outputs for position in output.delta_logprobs or ()]
+        assert [position.chosen.token_id for position in told] == answer.token_ids
+
+
 async def test_running_and_waiting_show_while_it_runs(make_engine: MakeEngine) -> None:
     async with make_engine(max_num_seqs=2) as engine:
         streams = [await engine.submit(f"r{n}", GREEDY) for n in range(5)]

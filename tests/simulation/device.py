@@ -35,13 +35,25 @@ _GROUP = 1 << 60
 
 
 @dataclass(slots=True)
+class _Stay:
+    """A request from the time that it got its row until it leaves it."""
+
+    tables: list[dict[int, int]]
+    """Block by logical index, per KV group."""
+    settled_at: int
+    """Newest step that was settled when it got its row."""
+    is_spoiled: bool = False
+    """It computes on what another, whose row failed, has computed."""
+
+
+@dataclass(slots=True)
 class _Row:
     """One row of a launched step."""
 
     request: Request
     num_preemptions: int
     """Of the request, when the step was launched."""
-    tables: list[dict[int, int]]
+    stay: _Stay
     row: int
     ids: list[int]
     num_computed: int
@@ -82,6 +94,7 @@ class SimDevice:
         self._loop = asyncio.get_running_loop()
         self._kv: list[list[int]] = [[0] * max(self._sizes) for _ in range(scheduler.num_blocks)]
         self._last_token: dict[int, int] = {}
+        self._stays: dict[Request, _Stay] = {}
         self._launched: deque[_Launched] = deque()
         self.is_failing = False
         self.settled_step = 0
@@ -115,17 +128,17 @@ class SimDevice:
         assert words[layout.HEADER_NUM_SAMPLES] == plan.num_samples == len(plan.sample_requests)
         assert words[layout.HEADER_TOTAL_WORDS] == len(words)
         at = words[layout.HEADER_OFF_ROWS]
-        by_row: dict[int, Truth] = {}
+        by_row: dict[int, Request] = {}
         records = []
         for request in plan.requests:
             record = words[at : at + layout.ROW_WORDS]
             at += layout.ROW_WORDS
             truth = request.sampling
             assert record[layout.ROW_ROW] == request.row and request.row not in by_row, "two requests share a row"
-            by_row[request.row] = truth
+            by_row[request.row] = request
             if record[layout.ROW_FLAGS] & layout.FLAG_JOINED:
-                truth.tables, truth.reached = [{} for _ in self._groups], record[layout.ROW_NUM_COMPUTED]
-                truth.settled_at, truth.is_spoiled = self.settled_step, False
+                truth.reached = record[layout.ROW_NUM_COMPUTED]
+                self._stays[request] = _Stay([{} for _ in self._groups], self.settled_step)
                 late = [row.request for launched in self._launched for row in launched.rows if row.row == request.row]
                 assert not late, f"{request} joined row {request.row}, to which a step of {late} writes (INV-45)"
                 assert truth.reached < len(truth.tokens), f"{request}: nothing is left to compute (INV-16)"
@@ -135,9 +148,9 @@ class SimDevice:
             row, logical, block_id = words[at : at + layout.BLOCK_WORDS]
             at += layout.BLOCK_WORDS
             group, row = divmod(row, self._scheduler.max_num_seqs)
-            table = by_row[row].tables[group]
+            table = self._stays[by_row[row]].tables[group]
             assert logical == max(table, default=logical - 1) + 1 and (table or not logical or group), (
-                f"{by_row[row].name}: tables are append-only (INV-38, INV-39)"
+                f"{by_row[row]}: tables are append-only (INV-38, INV-39)"
             )
             assert block_id > 0, "the null block was handed out (INV-24)"
             table[logical] = block_id
@@ -166,7 +179,7 @@ class SimDevice:
         assert num_new > 0 and end <= self._scheduler.max_model_len, f"{request}: INV-27"
         assert num_computed == truth.reached, f"{request} is computed twice or skipped: {truth.reached} (INV-28)"
         truth.reached = end
-        for group, (table, size) in enumerate(zip(truth.tables, self._sizes, strict=True)):
+        for group, (table, size) in enumerate(zip(self._stays[request].tables, self._sizes, strict=True)):
             self._check_table(request, group, table, num_computed)
             # What this step fills may be shared by now; it is written in no other (INV-28).
             for block_id in [table[end // size]] if end % size else []:
@@ -184,7 +197,7 @@ class SimDevice:
             assert truth.params.prompt_logprobs is not None and num_computed < truth.num_scored
             truth.num_scored = min(end + 1, len(truth.prompt))
         ids = tokens[start : start + num_new]
-        return _Row(request, request.num_preemptions, truth.tables, row, ids, num_computed, sample_index, i)
+        return _Row(request, request.num_preemptions, self._stays[request], row, ids, num_computed, sample_index, i)
 
     def _check_table(self, request: Request, group: int, table: dict[int, int], num_computed: int) -> None:
         """The device's table is the request's, but where its blocks fell out of the window, and no other did."""
@@ -207,7 +220,7 @@ class SimDevice:
 
     def _blocks(self, row: _Row, group: int, start: int, end: int) -> list[int]:
         """The blocks of a range of positions."""
-        size, table = self._sizes[group], row.tables[group]
+        size, table = self._sizes[group], row.stay.tables[group]
         return [table.get(i, 0) for i in range(start // size, -(-end // size))]
 
     def check_fences(self) -> None:
@@ -221,7 +234,7 @@ class SimDevice:
                 if request.status == "finished" and request.num_preemptions == row.num_preemptions:
                     for group, size in enumerate(self._sizes):
                         held, end = request.block_ids(group), row.num_computed + len(row.ids)
-                        same = [i for i, block_id in enumerate(held) if block_id in (0, row.tables[group].get(i))]
+                        same = [i for i, block_id in enumerate(held) if block_id in (0, row.stay.tables[group].get(i))]
                         assert len(same) == len(held) and len(held) * size >= end, (
                             f"{request} gave back blocks that step {launched.plan.step_id} writes (INV-36)"
                         )
@@ -267,7 +280,7 @@ class SimDevice:
             value = self._read(row)
             if row.sample_index < 0:
                 continue
-            if row.request.sampling.is_spoiled:
+            if row.stay.is_spoiled:
                 failures[row.plan_row] = "the row read what a failed one has written"
             token_id = sampled(value, row.request.sampling.seed)
             samples[row.sample_index] = self._last_token[row.row] = token_id
@@ -275,7 +288,7 @@ class SimDevice:
 
     def _write(self, row: _Row, values: list[int]) -> None:
         for group, size in enumerate(self._sizes):
-            table, own = row.tables[group], group * _GROUP
+            table, own = row.stay.tables[group], group * _GROUP
             for position, value in enumerate(values, start=row.num_computed):
                 self._kv[table[position // size]][position % size] = value if value < 0 else value + own
 
@@ -304,7 +317,7 @@ class SimDevice:
         ids = row.ids
         if ids == [-1]:
             ids = [self._last_token[row.row]]
-        assert truth.is_spoiled or ids == truth.tokens[start : start + len(ids)], (
+        assert row.stay.is_spoiled or ids == truth.tokens[start : start + len(ids)], (
             f"{truth.name} got the tokens {ids} at {start} (INV-41)"
         )
         return last
@@ -319,16 +332,16 @@ class SimDevice:
         for position, (got, value) in enumerate(zip(context, wanted, strict=True), start=start):
             if got == value + own:
                 continue
-            block_id = row.tables[group].get(position // self._sizes[group])
+            block_id = row.stay.tables[group].get(position // self._sizes[group])
             assert got < 0, (
                 f"{truth.name} reads KV of another text at position {position}, block {block_id}, group {group}"
             )
-            assert got < _spoiled_in(truth.settled_at), (
-                f"{truth.name} got its row after step {truth.settled_at} and reads at position {position} "
+            assert got < _spoiled_in(row.stay.settled_at), (
+                f"{truth.name} got its row after step {row.stay.settled_at} and reads at position {position} "
                 f"what failed in step {-got}"
             )
-            self.num_spoiled += not (truth.is_spoiled or truth.fails_at)
-            truth.is_spoiled = truth.was_spoiled = True
+            self.num_spoiled += not (row.stay.is_spoiled or truth.fails_at)
+            row.stay.is_spoiled = truth.was_spoiled = True
         return context[-1]
 
 

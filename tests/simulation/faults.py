@@ -124,6 +124,18 @@ FAULTS = (
         "if True:",
     ),
     Fault(
+        "tell a sample that was dropped",
+        "fastcore/scheduler.pyx",
+        "if records[i].epoch < request.first_valid_epoch:",
+        "if False:",
+    ),
+    Fault(
+        "forget a dropped sample without the row that samples it",
+        "fastcore/request.pyx",
+        "        self.first_valid_epoch = self.num_preemptions\n",
+        "",
+    ),
+    Fault(
         "offer a prompt before its chunk is computed",
         "fastcore/kv_manager.pyx",
         "cdef int32_t reached = request.num_computed_tokens + request.step_tokens\n",

@@ -68,6 +68,7 @@ OPTIONS: Mapping[str, Option] = {
     "priority_ageing_s": Option([0.0, 0.0, 3.0, 50.0], lambda o: o["policy"] == "priority"),
     "target_itl_s": Option([0.0, 0.0, 0.5, 3.0], lambda o: o["enable_chunked_prefill"]),
     "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
+    "stale_output": Option(["deliver", "deliver", "drop"]),
 }
 
 UNBIASED = (

@@ -86,13 +86,8 @@ class Truth:
     """Positions computed or in flight since it got its row."""
     num_scored: int = 1
     """Prompt positions whose logits were asked for, the first one included: nothing predicts it."""
-    tables: list[dict[int, int]] = field(default_factory=list)
-    """Block by logical index, per KV group."""
-    settled_at: int = 0
-    """Newest step that was settled when it got its row."""
-    is_spoiled: bool = False
-    """It computes on what another, whose row failed, has computed."""
     was_spoiled: bool = False
+    """It has computed on what another, whose row failed, had computed."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

@@ -125,11 +125,12 @@ def test_late_stop_discards_the_tokens_behind_it(delay: int) -> None:
 
 
 @delays
-def test_preemption_at_any_moment_loses_and_repeats_nothing(delay: int) -> None:
+@pytest.mark.parametrize("stale_output", ["deliver", "drop"])
+def test_preemption_at_any_moment_loses_and_repeats_nothing(delay: int, stale_output: str) -> None:
     """INV-32, INV-33: the text is that without preemption."""
     preempted = 0
     for num_blocks in range(5, 14):
-        world = World({**SMALL, "num_blocks": num_blocks}, delay)
+        world = World({**SMALL, "num_blocks": num_blocks, "stale_output": stale_output}, delay)
         for start in range(3):
             world.add([start, 1, 2, 3], 12, ignore_eos=True, min_tokens=12)
         world.run()
@@ -147,6 +148,47 @@ def test_preemption_happens_with_samples_in_flight() -> None:
         world.step()
         seen = seen or any(r.status == "preempted" and r.num_in_flight for r in requests)
     assert seen and world.ended == {"length": 3}
+
+
+def test_samples_in_flight_at_a_preemption_may_be_dropped() -> None:
+    """C19, INV-33: they reach nobody, the request starts again without waiting for them, and its text is the same."""
+    world = World({**SMALL, "num_blocks": 6, "stale_output": "drop"}, 2)
+    requests = [world.add([i, 1, 2, 3], 10, ignore_eos=True, min_tokens=10) for i in range(3)]
+    num_dropped, before = 0, dict.fromkeys(requests, 0)
+    while world.scheduler.has_work():
+        in_flight = list(world.device.launched)
+        world.step()
+        for plan in in_flight[:1]:  # the one that was settled now
+            dropped = [plan.requests[i] for i in plan.dropped_rows]
+            num_dropped += len(dropped)
+            assert all(r.num_preemptions and r.num_output_tokens == before[r] for r in dropped)
+        assert not any(r.status == "preempted" and r.num_in_flight for r in requests)
+        before = {r: r.num_output_tokens for r in requests}
+    assert num_dropped > 3 and world.ended == {"length": 3}
+
+
+@pytest.mark.parametrize("stale_output", ["deliver", "drop"])
+def test_a_forced_reset_drops_or_delivers_what_is_in_flight(stale_output: str) -> None:
+    """C19, B18: with drop the preempted request runs again in the very next step."""
+    world = World({**SMALL, "stale_output": stale_output}, 2)
+    request = world.add([1, 2, 3], 6, ignore_eos=True, min_tokens=6)
+    world.step()
+    assert request.num_in_flight == 2
+    assert world.scheduler.reset_prefix_cache(force=True)
+    world.scheduler.check_invariants()
+    plan = world.scheduler.schedule()
+    if stale_output == "deliver":
+        assert request.num_in_flight == 2 and plan is None
+    else:
+        assert plan is not None and plan.num_computed(0) == 0 and request.num_in_flight == 1
+        world.device.launch(plan)
+    world.run()
+    assert world.ended == {"length": 1}
+
+
+def test_what_becomes_of_stale_output_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match="stale_output='keep' must be deliver or drop"):
+        Scheduler(**SMALL, stale_output="keep")  # type: ignore[arg-type]
 
 
 @delays
