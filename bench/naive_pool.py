@@ -173,3 +173,27 @@ def chain_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
         parent = xxhash.xxh3_128_digest(parent + tokens.tobytes())
         hashes.append(parent)
     return hashes
+
+
+def admit_all(kv: NaiveManager, requests: list[NaiveRequest], num_hits: int, num_tokens: int) -> None:
+    """Admits each with what was matched."""
+    for request in requests:
+        kv.admit(request, num_hits, num_tokens)
+
+
+def match_all(kv: NaiveManager, requests: list[NaiveRequest]) -> None:
+    """Matches each."""
+    for request in requests:
+        kv.match(request)
+
+
+def publish_all(kv: NaiveManager, requests: list[NaiveRequest], num_computed: int) -> None:
+    """Offers the full blocks of each."""
+    for request in requests:
+        kv.publish(request, num_computed)
+
+
+def release_all(kv: NaiveManager, requests: list[NaiveRequest]) -> None:
+    """Gives back the blocks of each."""
+    for request in requests:
+        kv.release(request)

@@ -1,9 +1,8 @@
 """The pool part of `bench core`: nanoseconds per block of what a scheduler asks of the KV manager.
 
 Two managers do the same work on the same prompts in the same run: `fastcore`'s `KVManager`, and `NaiveManager` in
-plain Python. Both are called as a scheduler calls them, once per request: a request goes in, its block table comes
-out (int32 in C on our side, where also the engine's scheduler, being compiled, saves the call from Python that is
-timed here; a list of block objects on the other). The operations, in order:
+plain Python. Both are called as their schedulers call them, once per request, ours from compiled code: a request goes
+in, its block table comes out (int32 in C on our side, a list of block objects on the other). The operations, in order:
 
     allocate              admit a request that hits nothing, nothing cached yet
     hash and publish      hash its full blocks and make them findable
@@ -20,10 +19,9 @@ not counted, takes its memory from the system and blocks that lie in order. The 
 clock runs.
 
 The plain-Python manager does nothing that ours does not; ours also keeps the tree of what continues what, which an
-eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: with short prompts the call
-from Python and reading a request's record, about 5 ns of each of its 32 blocks; in an eviction the bucket of each
-victim, which lies anywhere in an array too large for a core's own caches; in hashing xxh3 itself, each block's hash
-waiting for its parent's.
+eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: with short prompts reading a
+request's record, which is shared by 32 blocks; in an eviction the bucket of each victim, which lies anywhere in an
+array too large for a core's own caches; in hashing xxh3 itself, each block's hash waiting for its parent's.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioengine.bench import naive_pool
 from aioengine.bench.naive_pool import NaiveManager, NaivePool, NaiveRequest
+from aioengine.fastcore import pool_calls
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.request import Request
 
@@ -59,11 +59,12 @@ def pool_rows(repeats: int) -> list[Row]:
 
 def _rows_of(num_tokens: int, repeats: int) -> list[Row]:
     core, plain_python = KVManager(POOL_BLOCKS, BLOCK_SIZE), NaiveManager(POOL_BLOCKS, BLOCK_SIZE)
-    ours, naive = [], []
+    ours: list[dict[str, float]] = []
+    naive: list[dict[str, float]] = []
     for seed in range(repeats + 1):  # the first one warms up
         prompts, others = _prompts(num_tokens, seed), _prompts(num_tokens, seed + 1_000_000)
-        ours.append(_time_manager(core, _requests, prompts, others, seed))
-        naive.append(_time_manager(plain_python, _naive_requests, prompts, others, seed))
+        ours.append(_time_manager(core, pool_calls, _requests, prompts, others, seed))
+        naive.append(_time_manager(plain_python, naive_pool, _naive_requests, prompts, others, seed))
     rows = []
     for name in ours[0]:
         mine, plain = (statistics.median(run[name] for run in runs[1:]) for runs in (ours, naive))
@@ -113,44 +114,31 @@ def _naive_requests(rows: Prompts) -> list[NaiveRequest]:
 
 
 def _time_manager(
-    kv: Any, requests_of: Callable[[Prompts], list[Any]], prompts: Prompts, others: Prompts, seed: int
+    kv: Any, calls: Any, requests_of: Callable[[Prompts], list[Any]], prompts: Prompts, others: Prompts, seed: int
 ) -> dict[str, float]:
-    """Times all operations of a manager of either kind, and leaves it without anything cached."""
+    """Times all operations of a manager of either kind, and leaves it without anything cached.
+
+    `calls` is the module that calls it for many requests: `pool_calls` or `naive_pool`.
+    """
     first, again, other = requests_of(prompts), requests_of(prompts), requests_of(others)
     watch = _Stopwatch(prompts)
     length = prompts.shape[1] - 1
     num_hits = length // BLOCK_SIZE
     leaving = random.Random(seed).sample(range(len(first)), len(first))
 
-    def admit(requests: list[Any], num_hits: int) -> None:
-        for request in requests:
-            kv.admit(request, num_hits, length)
-
-    def match() -> None:
-        for request in again:
-            kv.match(request)
-
-    def publish() -> None:
-        for request in first:
-            kv.publish(request, length)
-
-    def release(requests: list[Any]) -> None:
-        for request in requests:
-            kv.release(request)
-
-    watch.time("allocate", lambda: admit(first, 0))
-    watch.time("hash and publish", publish)
+    watch.time("allocate", lambda: calls.admit_all(kv, first, 0, length))
+    watch.time("hash and publish", lambda: calls.publish_all(kv, first, length))
     first = [first[i] for i in leaving]
-    watch.time("free", lambda: release(first))
-    watch.time("hash and look up", match)
-    watch.time("look up", match)
+    watch.time("free", lambda: calls.release_all(kv, first))
+    watch.time("hash and look up", lambda: calls.match_all(kv, again))
+    watch.time("look up", lambda: calls.match_all(kv, again))
     assert all(kv.match(request) == num_hits for request in again), "a prompt is not cached"
-    watch.time("touch", lambda: admit(again, num_hits))
-    release([again[i] for i in leaving])
-    watch.time("allocate by eviction", lambda: admit(other, 0))
+    watch.time("touch", lambda: calls.admit_all(kv, again, num_hits, length))
+    calls.release_all(kv, [again[i] for i in leaving])
+    watch.time("allocate by eviction", lambda: calls.admit_all(kv, other, 0, length))
     # What the prompts left unused of the pool is less than one of them.
     assert sum(kv.match(request) for request in again) < num_hits, "the prompts are still cached"
-    release([other[i] for i in leaving])
+    calls.release_all(kv, [other[i] for i in leaving])
     assert kv.reset(), "a block has an owner still"
     return watch.ns
 

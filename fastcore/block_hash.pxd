@@ -16,7 +16,7 @@ cdef extern from *:
 
 
 cdef struct Hash:
-    uint64_t word[4]  # 256 bits; a 128-bit hash leaves the upper two words zero
+    uint64_t word[4]  # 256 bits; a 128-bit hash has the first two words only
 
 
 cdef struct Digest128:  # how libxxhash returns a 128-bit hash
@@ -32,16 +32,20 @@ cdef class BlockHasher:
     cdef Digest128Of compiled       # the same function in C, NULL if there is none
     cdef readonly str algo
     cdef readonly int digest_size
+    cdef int words                  # of 64 bits in a hash
     cdef Hash root
     cdef char* payload              # what is hashed, put together here
     cdef size_t payload_size
 
     cdef int hash_path(
-        self, const int32_t* tokens, int32_t block_size, KeyTails tails, Hash* hashes, int32_t start, int32_t end
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, uint64_t* hashes, int32_t start, int32_t end
+    ) except -1
+    cdef int hash_plain_path(
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, uint64_t* own, int32_t start, int32_t end
     ) except -1
     cdef int hash_block(
-        self, const Hash* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, Hash* out
+        self, const uint64_t* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, uint64_t* out
     ) except -1
     cdef int compile(self) except -1
     cdef int reserve(self, size_t size) except -1
-    cdef bytes as_bytes(self, const Hash* hash)
+    cdef bytes as_bytes(self, const uint64_t* hash)

@@ -60,7 +60,7 @@ cdef class BlockHasher:
             seed = SHARED_ROOT_SEED if root_seed is None else root_seed
         else:
             raise ValueError(f"hash_algo={algo!r} must be xxh3_128 or sha256")
-        self.algo = algo
+        self.algo, self.words = algo, self.digest_size // 8
         memset(&self.root, 0, sizeof(Hash))
         cdef bytes root = self.digest(b"root" + bytes(seed))
         memcpy(&self.root, PyBytes_AS_STRING(root), self.digest_size)
@@ -79,7 +79,7 @@ cdef class BlockHasher:
         cdef bytes sample = bytes(range(256))
         cdef bytes expected = self.digest(sample)
         cdef Hash own
-        digest128(self.compiled, PyBytes_AS_STRING(sample), 256, &own)
+        digest128(self.compiled, PyBytes_AS_STRING(sample), 256, own.word)
         if memcmp(&own, PyBytes_AS_STRING(expected), 16) != 0:
             self.compiled = NULL
         return 0
@@ -90,20 +90,49 @@ cdef class BlockHasher:
         return self.compiled != NULL
 
     cdef int hash_path(
-        self, const int32_t* tokens, int32_t block_size, KeyTails tails, Hash* hashes, int32_t start, int32_t end
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, uint64_t* hashes, int32_t start, int32_t end
     ) except -1:
         """Hashes the full blocks `start` to `end` of a sequence, each from the one before (B3, INV-12)."""
-        cdef bint has_media = tails.media is not None
+        cdef uint64_t* own = hashes + <Py_ssize_t> start * self.words
         cdef int32_t i
+        if self.compiled != NULL and tails.media is None:
+            return self.hash_plain_path(tokens, block_size, tails, own, start, end)
         for i in range(start, end):
             self.hash_block(
-                &self.root if i == 0 else &hashes[i - 1], tokens + <Py_ssize_t> i * block_size, block_size,
-                tails.at(i, block_size) if has_media or i == 0 else tails.later, &hashes[i],
+                &self.root.word[0] if i == 0 else own - self.words, tokens + <Py_ssize_t> i * block_size, block_size,
+                tails.at(i, block_size), own,
             )
+            own += self.words
+        return 0
+
+    cdef int hash_plain_path(
+        self, const int32_t* tokens, int32_t block_size, KeyTails tails, uint64_t* own, int32_t start, int32_t end
+    ) except -1:
+        """As `hash_path` for XXH3 where all blocks but the first have the same tail: it is put behind them once."""
+        cdef size_t tokens_size = block_size * sizeof(int32_t)
+        cdef size_t size = 0
+        cdef const uint64_t* parent
+        cdef bytes tail
+        cdef int32_t i
+        for i in range(start, end):
+            if i == start or i == 1:
+                tail = tails.first if i == 0 else tails.later
+                size = 16 + tokens_size + PyBytes_GET_SIZE(tail)
+                if size > self.payload_size:
+                    self.reserve(size)
+                memcpy(self.payload + 16 + tokens_size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail))
+            parent = &self.root.word[0] if i == 0 else own - 2
+            memcpy(self.payload, parent, 16)
+            if tokens_size == 64:  # a copy of a size that the compiler knows is no call
+                memcpy(self.payload + 16, tokens + <Py_ssize_t> i * 16, 64)
+            else:
+                memcpy(self.payload + 16, tokens + <Py_ssize_t> i * block_size, tokens_size)
+            digest128(self.compiled, self.payload, size, own)
+            own += 2
         return 0
 
     cdef int hash_block(
-        self, const Hash* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, Hash* out
+        self, const uint64_t* parent, const int32_t* tokens, int32_t num_tokens, bytes tail, uint64_t* out
     ) except -1:
         cdef size_t tokens_size = num_tokens * sizeof(int32_t)
         cdef size_t tail_size = PyBytes_GET_SIZE(tail)
@@ -117,7 +146,6 @@ cdef class BlockHasher:
             digest128(self.compiled, self.payload, size, out)
             return 0
         cdef bytes digest = self.digest(PyBytes_FromStringAndSize(self.payload, size))
-        memset(out, 0, sizeof(Hash))
         memcpy(out, PyBytes_AS_STRING(digest), self.digest_size)
         return 0
 
@@ -128,14 +156,14 @@ cdef class BlockHasher:
         self.payload, self.payload_size = payload, size
         return 0
 
-    cdef bytes as_bytes(self, const Hash* hash):
+    cdef bytes as_bytes(self, const uint64_t* hash):
         return PyBytes_FromStringAndSize(<const char*> hash, self.digest_size)
 
     def chain(self, token_ids, int block_size, bytes extra_keys=b"", bytes cache_salt=b"", media=()):
         """The hashes of all full blocks of a sequence."""
         cdef int32_t count = len(token_ids) // block_size
         cdef int32_t[::1] tokens = memoryview(bytearray(4 * max(1, len(token_ids)))).cast("i")
-        cdef Hash* hashes = <Hash*> PyMem_Malloc(max(1, count) * sizeof(Hash))
+        cdef uint64_t* hashes = <uint64_t*> PyMem_Malloc(max(1, <Py_ssize_t> count) * self.digest_size)
         cdef Py_ssize_t i
         try:
             if hashes == NULL:
@@ -144,13 +172,12 @@ cdef class BlockHasher:
                 tokens[i] = token_ids[i]
             tails = KeyTails(extra_keys, cache_salt, media, len(token_ids))
             self.hash_path(&tokens[0], block_size, tails, hashes, 0, count)
-            return [self.as_bytes(&hashes[i]) for i in range(count)]
+            return [self.as_bytes(hashes + i * self.words) for i in range(count)]
         finally:
             PyMem_Free(hashes)
 
 
-cdef inline void digest128(Digest128Of function, const char* data, size_t size, Hash* out) noexcept nogil:
+cdef inline void digest128(Digest128Of function, const char* data, size_t size, uint64_t* out) noexcept nogil:
     """A 128-bit hash in the byte order that the module xxhash writes it in."""
     cdef Digest128 digest = function(data, size)
-    out.word[0], out.word[1] = aio_big_endian(digest.high), aio_big_endian(digest.low)
-    out.word[2] = out.word[3] = 0
+    out[0], out[1] = aio_big_endian(digest.high), aio_big_endian(digest.low)

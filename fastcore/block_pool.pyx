@@ -99,19 +99,28 @@ cdef class BlockPool:
 
     cdef int release_all(self, const int32_t* ids, int32_t count) except -1:
         """One owner less of each, the last one first."""
+        cdef Block* blocks = self.blocks
         cdef int32_t num_returned = 0
+        cdef int32_t last = blocks[sentinel(self)].prev
         cdef int32_t i
         cdef Block* block
         for i in range(count - 1, -1, -1):
-            block = &self.blocks[ids[i]]
+            block = &blocks[ids[i]]
             if CHECKED:
                 self.check_id(ids[i])
                 if block.num_refs < 1:
                     raise AssertionError(f"block {ids[i]} is released more often than it was taken")
             block.num_refs -= 1
             if block.num_refs == 0:
-                self.enlist(ids[i])
                 num_returned += 1
+                if block.flags == HASHED and self.order is None:  # as `enlist` does; the ring is closed at the end
+                    join(blocks, last, ids[i])
+                    last = ids[i]
+                else:
+                    join(blocks, last, sentinel(self))
+                    self.enlist(ids[i])
+                    last = blocks[sentinel(self)].prev
+        join(blocks, last, sentinel(self))
         self.num_free += num_returned
         self.num_returned += num_returned
         return 0

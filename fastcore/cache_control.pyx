@@ -41,8 +41,8 @@ cdef class CacheControl:
         cdef int32_t block_id = ROOT
         cdef int32_t next_id, i
         for i in range(most):
-            name.hash_at(self.kv.hasher, i, &parent, &current)
-            next_id = self.kv.prefix_map.find(&current)
+            name.hash_at(self.kv.hasher, i, parent.word, current.word)
+            next_id = self.kv.prefix_map.find(current.word)
             if next_id == NULL_BLOCK:
                 break
             block_id, parent = next_id, current
@@ -90,8 +90,10 @@ cdef class CacheControl:
         """Whether a block that begins like the rest of a name follows its last full one with just this tail."""
         cdef Hash before = self.kv.hasher.root if parent == ROOT else self.kv.prefix_map.hash_of(parent)
         cdef Hash expected
-        self.kv.hasher.hash_block(&before, self.kv.block_tokens.of(block_id), name.block_size, tail, &expected)
-        return self.kv.prefix_map.has_hash(block_id, &expected)
+        self.kv.hasher.hash_block(
+            before.word, self.kv.block_tokens.of(block_id), name.block_size, tail, expected.word
+        )
+        return self.kv.prefix_map.has_hash(block_id, expected.word)
 
     cdef bint may_be_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *:
         """Whether a block with another tail may still hold the span: it has media that the name does not tell of.

@@ -228,7 +228,7 @@ cdef class GroupTables:
         cdef int32_t fine = self.groups.last_fine(group, at)
         cdef int32_t primary = request.blocks[fine]
         if not self.pool.blocks[primary].flags & HASHED:  # a duplicate, or not to be cached
-            primary = self.prefix_map.find(&request.hashes[fine])
+            primary = self.prefix_map.find(request.hash_of(fine))
         if primary == NULL_BLOCK or self.twins.of(primary, group) != NULL_BLOCK:
             return 0
         return self.twins.join(request.more[group - 1].blocks[at], primary, group, request.prewarms)

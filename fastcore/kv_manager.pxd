@@ -46,12 +46,14 @@ cdef class KVManager:
     cpdef int publish(self, Request request, int32_t num_computed) except -1
     cdef int publish_ahead(self, Request request) except -1
     cdef int publish_as_of(self, Request request, int32_t num_computed, int64_t step) except -1
+    cdef int hash_ahead(self, Request request, int32_t end) except -1
     cdef int take_back(self, Request request) except -1
     cdef bint is_fresh(self, int32_t block_id) noexcept
     cdef bint is_being_written(self, Request source, int32_t at) noexcept
     cdef bint is_settled(self, int32_t block_id) noexcept
     cpdef int release(self, Request request) except -1
     cdef bint is_barred(self, Request request, int32_t at) except *
+    cdef int note_indexed(self, Request request, int32_t start, int32_t end) except -1
     cdef int offer(self, Request request, int32_t at) except -1
     cpdef int hold_back(self, Request request, int32_t until) except -1
     cdef int take_blocks(self, Request request, int32_t num_tokens) except -1

@@ -32,7 +32,7 @@ from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, PREWARMED, Block
 from aioengine.fastcore.group_tables cimport NO_STEP
 from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.named_prefix cimport NamedPrefix
-from aioengine.fastcore.prefix_map cimport NEAR, SOON
+from aioengine.fastcore.prefix_map cimport NEAR
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 from aioengine.fastcore.request cimport NO_LIMIT, GroupTable, reserve_table
 
@@ -106,9 +106,12 @@ cdef class KVManager:
             # Most requests miss early: those behind the first gap are hashed when they are published.
             known = min(most, max(request.num_hashes, hits + HASHED_AHEAD))
             self.ensure_hashes(request, known)
-            hits += self.prefix_map.find_path(&request.hashes[hits], known - hits, &request.blocks[hits])
+            hits += self.prefix_map.find_path(
+                request.hash_of(hits), known - hits, &request.blocks[hits], min(known, request.num_found) - hits
+            )
             if hits < known:
                 break
+        request.num_found = hits
         return self.before_fresh(request, hits) if self.hides_fresh else hits
 
     cdef int32_t before_fresh(self, Request request, int32_t num_hits) noexcept:
@@ -154,10 +157,10 @@ cdef class KVManager:
         """
         cdef Hash expected
         self.hasher.hash_block(
-            &self.hasher.root if at == 0 else &request.hashes[at - 1],
-            self.block_tokens.of(block_id), self.block_size, tail, &expected,
+            &self.hasher.root.word[0] if at == 0 else request.hash_of(at - 1),
+            self.block_tokens.of(block_id), self.block_size, tail, expected.word,
         )
-        return self.prefix_map.has_hash(block_id, &expected)
+        return self.prefix_map.has_hash(block_id, expected.word)
 
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1:
         """Adds what a sibling has of the prompt to the hits; returns how many full blocks there are then.
@@ -317,18 +320,39 @@ cdef class KVManager:
         full = min(full, request.publish_until)
         if self.hasher is None or full <= request.num_published:
             return 0
-        self.ensure_hashes(request, full)
-        cdef int32_t i
-        for i in range(request.num_published - (NEAR if full - request.num_published >= SOON else 0), full):
-            self.prefix_map.expect(request.hashes, i, full)
-            if i < request.num_published:
+        self.hash_ahead(request, full)
+        cdef Block* blocks = self.pool.blocks
+        cdef const int32_t* ids = request.blocks
+        cdef int32_t i = request.num_published
+        cdef int32_t num_indexed
+        while i < full:
+            if blocks[ids[i]].flags & HASHED:  # its other owner was first
+                i += 1
                 continue
-            if not self.pool.blocks[request.blocks[i]].flags & HASHED:  # else its other owner was first
-                self.pool.blocks[request.blocks[i]].step = <uint16_t> step
+            num_indexed = 0
+            if i > 0 and blocks[ids[i - 1]].flags & HASHED and not self.barred:
+                num_indexed = self.prefix_map.insert_path(
+                    request.hash_of(i), ids + i, full - i, ids[i - 1], <uint16_t> step
+                )
+                self.note_indexed(request, i, i + num_indexed)
+                i += num_indexed
+            if num_indexed == 0:
+                blocks[ids[i]].step = <uint16_t> step
                 self.offer(request, i)
+                i += 1
         request.num_published = full
         if self.more is not None:
             self.more.publish(request, full * self.block_size, step)
+        return 0
+
+    cdef int hash_ahead(self, Request request, int32_t end) except -1:
+        """Hashes the blocks that are to be offered, and asks for what that will read while the next ones are hashed."""
+        cdef int32_t first, until
+        request.reserve_hashes(end, self.hasher.words)
+        for first in range(request.num_published, end, NEAR):
+            until = min(end, first + NEAR)
+            self.ensure_hashes(request, until)
+            self.prefix_map.expect(request.hash_of(first), request.blocks + first, until - first)
         return 0
 
     cdef int take_back(self, Request request) except -1:
@@ -385,24 +409,32 @@ cdef class KVManager:
         else:
             parent = request.blocks[at - 1]
             if not self.pool.blocks[parent].flags & HASHED:  # a duplicate: its twin is the parent
-                parent = self.prefix_map.find(&request.hashes[at - 1])
+                parent = self.prefix_map.find(request.hash_of(at - 1))
                 if parent == NULL_BLOCK:
                     return 0
-        if not self.prefix_map.insert(request.blocks[at], &request.hashes[at], parent, lane):
+        if not self.prefix_map.insert(request.blocks[at], request.hash_of(at), parent, lane):
             return 0
-        if self.block_tokens is not None:
-            self.block_tokens.keep(request.blocks[at], request.tokens + <Py_ssize_t> at * self.block_size)
         if at == 0:
             self.keep_tail(request)
-        if request.prewarms:
-            self.pool.blocks[request.blocks[at]].flags |= PREWARMED
-        if self.prefix_map.journal is not None:
-            self.prefix_map.journal.stored(
-                self.prefix_map.bytes_of(request.blocks[at]), self.prefix_map.bytes_of(parent) if at else None,
-                request.tokens + <Py_ssize_t> at * self.block_size, self.block_size,
-                request.tails.at(at, self.block_size),
-            )
+        self.note_indexed(request, at, at + 1)
         return 1
+
+    cdef int note_indexed(self, Request request, int32_t start, int32_t end) except -1:
+        """Keeps and tells what is to be known of blocks that were just indexed."""
+        cdef int32_t i
+        for i in range(start, end):
+            if self.block_tokens is not None:
+                self.block_tokens.keep(request.blocks[i], request.tokens + <Py_ssize_t> i * self.block_size)
+            if request.prewarms:
+                self.pool.blocks[request.blocks[i]].flags |= PREWARMED
+            if self.prefix_map.journal is not None:
+                self.prefix_map.journal.stored(
+                    self.hasher.as_bytes(request.hash_of(i)),
+                    self.hasher.as_bytes(request.hash_of(i - 1)) if i > 0 else None,
+                    request.tokens + <Py_ssize_t> i * self.block_size, self.block_size,
+                    request.tails.at(i, self.block_size),
+                )
+        return 0
 
     cdef bint is_barred(self, Request request, int32_t at) except *:
         """Whether a quarantined span begins in a block; what follows it has no parent then (INV-70)."""
@@ -449,8 +481,10 @@ cdef class KVManager:
             return True
         if self.block_tokens is None:
             return False
-        self.hasher.hash_block(&self.hasher.root, self.block_tokens.of(block_id), self.block_size, first_tail, &own)
-        return self.prefix_map.has_hash(block_id, &own)
+        self.hasher.hash_block(
+            self.hasher.root.word, self.block_tokens.of(block_id), self.block_size, first_tail, own.word
+        )
+        return self.prefix_map.has_hash(block_id, own.word)
 
     cpdef int release(self, Request request) except -1:
         """Gives all blocks back, deepest first, so that shared roots are evicted last (INV-23)."""
@@ -472,20 +506,20 @@ cdef class KVManager:
                 self.pool.release_all(&request.blocks[i], end - i)
                 end = i
                 # The use of a duplicate is a use of its twin, or the twin would go before its children.
-                twin = self.prefix_map.find(&request.hashes[i])
+                twin = self.prefix_map.find(request.hash_of(i))
                 if twin != NULL_BLOCK and not request.prewarms and self.pool.blocks[twin].num_refs == 0:
                     self.pool.touch(twin)
         self.pool.release_all(request.blocks, end)
         if CHECKED:
             for i in range(request.num_blocks):
                 request.blocks[i] = -0x55555556
-        request.num_blocks = request.num_published = 0
+        request.num_blocks = request.num_published = request.num_found = 0
         request.publish_until = NO_LIMIT
         return 0
 
     cdef int ensure_hashes(self, Request request, int32_t count) except -1:
         """Hashes full blocks one after the other, each from its parent (B3, INV-12)."""
-        request.reserve_hashes(count)
+        request.reserve_hashes(count, self.hasher.words)
         if request.num_hashes < count:
             self.hasher.hash_path(
                 request.tokens, self.block_size, request.tails, request.hashes, request.num_hashes, count
@@ -527,7 +561,7 @@ cdef class KVManager:
     def hashes_of(self, Request request not None):
         """The block hashes computed so far for a request."""
         cdef int32_t i
-        return [self.hasher.as_bytes(&request.hashes[i]) for i in range(request.num_hashes)]
+        return [self.hasher.as_bytes(request.hash_of(i)) for i in range(request.num_hashes)]
 
     def check(self, owners):
         """Pool and map agree with each other and with the requests that own blocks (INV-21)."""

@@ -1,7 +1,7 @@
 # A prefix that an operator names: what it holds, and whether a request holds it too.
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint64_t
 
-from aioengine.fastcore.block_hash cimport BlockHasher, Hash
+from aioengine.fastcore.block_hash cimport BlockHasher
 from aioengine.fastcore.key_tails cimport KeyTails
 from aioengine.fastcore.request cimport Request
 
@@ -20,4 +20,4 @@ cdef class NamedPrefix:
     cdef bint is_in(self, Request request) except -1
     cdef bint begins_in(self, Request request) except -1
     cdef bint agrees(self, Request request, int32_t count) except -1
-    cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1
+    cdef int hash_at(self, BlockHasher hasher, int32_t at, const uint64_t* parent, uint64_t* out) except -1

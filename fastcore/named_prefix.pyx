@@ -55,7 +55,7 @@ cdef class NamedPrefix:
             and (count == 0 or memcmp(request.tokens, &self.tokens[0], count * sizeof(int32_t)) == 0)
         )
 
-    cdef int hash_at(self, BlockHasher hasher, int32_t at, const Hash* parent, Hash* out) except -1:
+    cdef int hash_at(self, BlockHasher hasher, int32_t at, const uint64_t* parent, uint64_t* out) except -1:
         """The hash of a block that the name fills."""
         return hasher.hash_block(
             parent, &self.tokens[<Py_ssize_t> at * self.block_size], self.block_size,

@@ -24,7 +24,7 @@ from libc.string cimport memcpy, memset
 from aioengine.fastcore.block_hash cimport CHECKED
 from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, UNLISTED, Block, boundary, join, own, prefetch, sentinel
 from aioengine.fastcore.eviction cimport CostOrder
-from aioengine.fastcore.prefix_tree cimport ROOT, Node, cut_leaf
+from aioengine.fastcore.prefix_tree cimport ROOT, Node, cut_leaf, hang
 
 @cython.final
 cdef class PrefixMap:
@@ -46,24 +46,27 @@ cdef class PrefixMap:
         PyMem_Free(self.behind)
         PyMem_Free(self.hashes)
 
-    cdef int32_t find(self, const Hash* hash) noexcept:
+    cdef int32_t find(self, const uint64_t* hash) noexcept:
         """The block with this hash, or NULL_BLOCK."""
-        cdef int32_t at = self.heads[home(hash.word[0], self.num_heads)]
+        cdef int32_t at = self.heads[home(hash[0], self.num_heads)]
         while at != NULL_BLOCK and not self.has_hash(at, hash):
             at = self.behind[at]
         return at
 
-    cdef int32_t find_path(self, const Hash* hashes, int32_t count, int32_t* found) noexcept:
+    cdef int32_t find_path(
+        self, const uint64_t* hashes, int32_t count, int32_t* found, int32_t num_guessed=0
+    ) noexcept:
         """Finds the blocks of a path of hashes up to the first gap (INV-17); returns their number.
 
-        What is behind that number in `found` is of no meaning.
+        The first `num_guessed` of `found` are blocks that had these hashes some time ago: where they still have them
+        no bucket is read. What is behind the number returned in `found` is of no meaning.
         """
-        cdef int32_t start = 1
+        cdef int32_t start = self.confirm(hashes, min(num_guessed, count), found)
         cdef int32_t end, i
-        if count == 0:
-            return 0
-        found[0] = self.find(&hashes[0])
-        if found[0] == NULL_BLOCK:
+        if start == 0 and count > 0:
+            found[0] = self.find(hashes)
+            start = found[0] != NULL_BLOCK
+        if start == 0:
             return 0
         while True:
             start = self.follow(hashes, start, count, found)
@@ -75,62 +78,67 @@ cdef class PrefixMap:
                 return i
             start = end
 
-    cdef int32_t find_each(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
+    cdef int32_t confirm(self, const uint64_t* hashes, int32_t count, const int32_t* found) noexcept:
+        """So many of the first blocks still have their hashes."""
+        cdef int32_t i
+        for i in range(-FAR, count):
+            if i + FAR < count:
+                prefetch(self.row(found[i + FAR]))
+                prefetch(&self.pool.blocks[found[i + FAR]])  # for who admits the request
+            if i >= 0 and not self.is_at(found[i], hashes + <Py_ssize_t> i * self.hash_words):
+                return i
+        return max(count, 0)
+
+    cdef int32_t find_each(self, const uint64_t* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
         """Finds part of a path through the buckets; returns where its first gap is, or `end`."""
         cdef int32_t* heads = self.heads
         cdef uint32_t num_heads = self.num_heads
+        cdef Py_ssize_t words = self.hash_words
         cdef int32_t i, at
         for i in range(start - FAR, end):
             if i + FAR < end:
-                prefetch(&heads[home(hashes[i + FAR].word[0], num_heads)])
+                prefetch(&heads[home(hashes[(i + FAR) * words], num_heads)])
             if start <= i + NEAR < end:
-                found[i + NEAR] = heads[home(hashes[i + NEAR].word[0], num_heads)]
+                found[i + NEAR] = heads[home(hashes[(i + NEAR) * words], num_heads)]
                 prefetch(self.row(found[i + NEAR]))
             if i < start:
                 continue
             at = found[i]
-            while at != NULL_BLOCK and not self.has_hash(at, &hashes[i]):
+            while at != NULL_BLOCK and not self.has_hash(at, hashes + i * words):
                 at = self.behind[at]
             if at == NULL_BLOCK:
                 return i
             found[i] = at
         return end
 
-    cdef int32_t follow(self, const Hash* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
+    cdef int32_t follow(self, const uint64_t* hashes, int32_t start, int32_t end, int32_t* found) noexcept:
         """Goes on where a path was found up to `start`, as long as its blocks have consecutive ids."""
+        cdef Py_ssize_t words = self.hash_words
         cdef int32_t at = found[start - 1]
         cdef int32_t step, i
-        if start == end or self.twins is not None:  # a twin is flagged, and has no hash
+        if start == end:
             return start
-        step = 1 if self.is_at(at + 1, &hashes[start]) else -1
+        step = 1 if self.is_at(at + 1, hashes + start * words) else -1
         for i in range(start, end):
             at += step
-            if not self.is_at(at, &hashes[i]):
+            if not self.is_at(at, hashes + i * words):
                 return i
+            prefetch(&self.pool.blocks[at])
             found[i] = at
         return end
 
-    cdef inline bint is_at(self, int32_t block_id, const Hash* hash) noexcept:
-        """Whether a block, if there is such a one, is indexed under a hash."""
-        return (
-            block_id < self.pool.num_blocks and bool(self.pool.blocks[block_id].flags & HASHED)
-            and self.has_hash(block_id, hash)
-        )
+    cdef inline bint is_at(self, int32_t block_id, const uint64_t* hash) noexcept:
+        """Whether a block, if there is such a one, is indexed under a hash.
 
-    cdef int expect(self, const Hash* hashes, int32_t first, int32_t end) noexcept:
-        """Asks for what inserting some of the next hashes of a path will read."""
-        cdef int32_t* heads = self.heads
-        if first + NEAR < end:
-            prefetch(&heads[home(hashes[first + NEAR].word[0], self.num_heads)])
-        if 0 <= first + SOON < end:
-            prefetch(self.row(heads[home(hashes[first + SOON].word[0], self.num_heads)]))
-        return 0
+        No, if the hash's first word is 0, as in the rows of blocks that are not indexed: its bucket has to tell.
+        """
+        return block_id < self.pool.num_blocks and hash[0] != 0 and self.has_hash(block_id, hash)
 
-    cdef bint has_hash(self, int32_t block_id, const Hash* hash) noexcept:
-        """Whether this is the hash of a flagged block."""
+    cdef bint has_hash(self, int32_t block_id, const uint64_t* hash) noexcept:
+        """Whether this is the hash of an indexed block."""
         cdef const uint64_t* own = self.row(block_id)
-        return own[0] == hash.word[0] and own[1] == hash.word[1] and (
-            self.hash_words == 2 or (own[2] == hash.word[2] and own[3] == hash.word[3])
+        return own[0] == hash[0] and own[1] == hash[1] and (
+            self.hash_words == 2 or (own[2] == hash[2] and own[3] == hash[3])
         )
 
     cdef Hash hash_of(self, int32_t block_id) noexcept:
@@ -151,7 +159,7 @@ cdef class PrefixMap:
         """The bucket that a block is in."""
         return &self.heads[home(self.row(block_id)[0], self.num_heads)]
 
-    cdef int insert(self, int32_t block_id, const Hash* hash, int32_t parent, uint32_t lane) except -1:
+    cdef int insert(self, int32_t block_id, const uint64_t* hash, int32_t parent, uint32_t lane) except -1:
         """Gives the block its hash and indexes it. Returns 1, or 0 if another block has this hash (A11).
 
         `parent` is the indexed block before it, or ROOT; then `lane` says which children of the root it joins.
@@ -161,7 +169,7 @@ cdef class PrefixMap:
             raise AssertionError(f"block {block_id} must not be hashed now")
         if self.find(hash) != NULL_BLOCK:
             return 0
-        cdef int32_t* head = &self.heads[home(hash.word[0], self.num_heads)]
+        cdef int32_t* head = &self.heads[home(hash[0], self.num_heads)]
         self.behind[block_id] = head[0]
         head[0] = block_id
         self.tree.attach(block_id, parent, lane)
@@ -171,6 +179,64 @@ cdef class PrefixMap:
         if self.pool.order is not None:
             self.pool.order.cached(block_id, parent)
         return 1
+
+    cdef int expect(self, const uint64_t* hashes, const int32_t* ids, int32_t count) noexcept:
+        """Asks for the buckets of some hashes and the records of the blocks that are to be indexed under them."""
+        cdef int32_t i
+        for i in range(count):
+            prefetch(&self.heads[home(hashes[<Py_ssize_t> i * self.hash_words], self.num_heads)])
+            prefetch(self.row(ids[i]))
+            prefetch(&self.tree.nodes[ids[i]])
+            prefetch(&self.pool.blocks[ids[i]])
+        return 0
+
+    cdef int32_t insert_path(
+        self, const uint64_t* hashes, const int32_t* ids, int32_t count, int32_t parent, uint16_t step
+    ) except -1:
+        """Indexes blocks of a path, each as the child of the one before; `step` computes them.
+
+        Stops at the first that is indexed, or whose hash is another block's (A11); returns how many were indexed.
+        """
+        cdef Block* blocks = self.pool.blocks
+        cdef Node* nodes = self.tree.nodes
+        cdef int32_t* heads = self.heads
+        cdef Py_ssize_t words = self.hash_words
+        cdef const uint64_t* hash = hashes
+        cdef uint64_t* own
+        cdef int32_t* head
+        cdef int32_t i, at, block_id
+        for i in range(count):
+            block_id = ids[i]
+            if blocks[block_id].flags & HASHED:
+                return i
+            if i + SOON < count:  # what is in that bucket, which was asked for before
+                at = heads[home(hash[SOON * words], self.num_heads)]
+                prefetch(self.row(at))
+                prefetch(&self.behind[at])
+            head = &heads[home(hash[0], self.num_heads)]
+            at = head[0]
+            while at != NULL_BLOCK and not self.has_hash(at, hash):
+                at = self.behind[at]
+            if at != NULL_BLOCK:
+                return i
+            if CHECKED:
+                self.tree.attach(block_id, parent, 0)
+            else:
+                hang(nodes, block_id, parent, &nodes[parent].first_child)
+            self.behind[block_id] = head[0]
+            head[0] = block_id
+            own = self.row(block_id)
+            own[0], own[1] = hash[0], hash[1]
+            if words == 4:
+                own[2], own[3] = hash[2], hash[3]
+            blocks[block_id].flags |= HASHED
+            blocks[block_id].step = step
+            self.num_entries += 1
+            if self.pool.order is not None:
+                self.pool.order.cached(block_id, parent)
+            parent = block_id
+            hash += words
+        return count
 
     cdef int32_t take(self, int32_t count, int32_t* taken) except -1:
         """Takes so many victims, of which there must be enough, out of pool and map (INV-22).
@@ -192,52 +258,81 @@ cdef class PrefixMap:
         cdef BlockPool pool = self.pool
         cdef Block* blocks = pool.blocks
         cdef Node* nodes = self.tree.nodes
-        cdef int32_t* heads = self.heads
-        cdef const uint64_t* hashes = self.hashes
-        cdef uint32_t num_heads = self.num_heads
-        cdef int32_t num_words = self.hash_words
+        cdef int32_t* behind = self.behind
+        cdef int32_t* lanes = self.tree.lanes
+        cdef int32_t* buckets[AHEAD]
         cdef int32_t num_removed = 0
         cdef int32_t num_leaves = 0
         # Blocks are cut out of the ring behind `front`, which is joined with what is left when it has to be whole.
         cdef int32_t front = sentinel(pool)
-        cdef int32_t at = blocks[front].next
-        cdef int32_t near = at
-        cdef int32_t far = at
-        cdef int32_t rest, i
-        for i in range(-FAR if count >= NEAR else 0, count):
-            if far != UNLISTED:
-                if blocks[far].flags & HASHED:
-                    prefetch(&nodes[far])
-                    prefetch(&hashes[<size_t> far * num_words])
-                far = blocks[far].next
-            if i >= -NEAR and near != UNLISTED:
-                if blocks[near].flags & HASHED:
-                    prefetch(&heads[home(hashes[<size_t> near * num_words], num_heads)])
-                near = blocks[near].next
-            if i < 0:
-                continue
+        cdef int32_t at, rest, num_listed, i
+        while count > 0:
+            at = blocks[front].next
             if at == boundary(pool):
-                join(blocks, front, at)
                 front, at = at, blocks[at].next
-            taken[i], rest = at, blocks[at].next
-            own(&blocks[at])
-            if blocks[at].flags & HASHED:
-                if nodes[at].first_child == ROOT:
-                    unchain(&heads[home(hashes[<size_t> at * num_words], num_heads)], self.behind, at)
-                    cut_leaf(nodes, self.tree.lanes, at)
-                    blocks[at].flags = 0
-                    num_leaves += 1
-                else:
+            num_listed = self.approach(at, min(count, AHEAD), taken, buckets)
+            for i in range(num_listed):
+                at = taken[i]
+                rest = blocks[at].next
+                own(&blocks[at])
+                if not blocks[at].flags & HASHED:
+                    continue
+                if nodes[at].first_child != ROOT:
                     join(blocks, front, rest)
                     num_removed += self.remove(at)
                     front = sentinel(pool)  # what was below is next
                     rest = blocks[front].next
-            at = rest
-        join(blocks, front, at)
-        pool.num_free -= count
-        pool.num_taken += count
+                    num_listed = i + 1
+                    break
+                unchain(buckets[i], behind, at)
+                self.row(at)[0] = 0
+                cut_leaf(nodes, lanes, at)
+                blocks[at].flags = 0
+                num_leaves += 1
+            join(blocks, front, rest)
+            pool.num_free -= num_listed
+            pool.num_taken += num_listed
+            taken += num_listed
+            count -= num_listed
         self.num_entries -= num_leaves
         return num_leaves + num_removed
+
+    cdef int32_t approach(self, int32_t at, int32_t most, int32_t* ids, int32_t** buckets) noexcept:
+        """Lists blocks of the ring from `at` on, up to `most` or a marker, and the buckets of those that are indexed.
+
+        Asks for all that is read when they are cut out.
+        """
+        cdef Block* blocks = self.pool.blocks
+        cdef Node* nodes = self.tree.nodes
+        cdef int32_t num_blocks = self.pool.num_blocks
+        cdef int32_t step = 0
+        cdef int32_t count = 0
+        cdef int32_t i, then
+        while count < most and at < num_blocks:
+            ids[count] = at
+            count += 1
+            prefetch(&nodes[at])
+            prefetch(self.row(at))
+            then = blocks[at].next
+            if then - at != step:
+                step = then - at
+                if step == 1 or step == -1:  # a run of consecutive ids, mostly a long one
+                    for i in range(4, FAR, 4):
+                        prefetch(&blocks[then + i * step])
+            if step == 1 or step == -1:
+                prefetch(&blocks[then + FAR * step])
+            at = then
+        prefetch(&blocks[at])  # for who takes the next ones, which lie alike
+        if (step == 1 or step == -1) and 0 <= at + AHEAD * step < num_blocks:
+            for i in range(0, AHEAD, 4):
+                prefetch(&blocks[at + i * step])
+                prefetch(&nodes[at + i * step])
+                prefetch(self.row(at + i * step))
+        for i in range(count):
+            buckets[i] = self.head_of(ids[i])
+            prefetch(buckets[i])
+            prefetch(&self.behind[ids[i]])
+        return count
 
     cdef int32_t remove(self, int32_t block_id) except -1:
         """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.
@@ -272,7 +367,7 @@ cdef class PrefixMap:
         """Takes a leaf out of its bucket and the tree, and clears its flag."""
         if CHECKED:
             self.tree.check_leaf(block_id)
-            if self.find(<const Hash*> self.row(block_id)) != block_id:
+            if self.find(self.row(block_id)) != block_id:
                 raise AssertionError(f"block {block_id} is not in the map")
         unchain(self.head_of(block_id), self.behind, block_id)
         cut_leaf(self.tree.nodes, self.tree.lanes, block_id)
@@ -286,12 +381,14 @@ cdef class PrefixMap:
             self.pool.order.leave(block_id)
         if CHECKED:
             memset(self.row(block_id), 0xDD, self.hash_words * sizeof(uint64_t))
+        self.row(block_id)[0] = 0
         return 0
 
     def clear(self):
         """Forgets every entry; the blocks stay where they are."""
         self.pool.unhash_all()
         memset(self.heads, 0, self.num_heads * sizeof(int32_t))
+        memset(self.hashes, 0, <size_t> self.pool.num_blocks * self.hash_words * sizeof(uint64_t))
         self.tree.clear()
         if self.twins is not None:
             self.twins.clear()
@@ -320,7 +417,7 @@ cdef class PrefixMap:
     def find_bytes(self, bytes digest not None):
         """The block with this hash, or 0."""
         cdef Hash hash = from_bytes(digest)
-        return self.find(&hash)
+        return self.find(hash.word)
 
     def insert_bytes(self, int32_t block_id, bytes digest not None, int32_t parent=ROOT, uint32_t lane=0):
         """Indexes a block as a child of another or of the root; False if another block has this hash."""
@@ -329,19 +426,21 @@ cdef class PrefixMap:
             raise ValueError(f"block {block_id} cannot be indexed")
         if parent != ROOT and self.tree.parent_of(parent) is None:
             raise ValueError(f"block {parent} is not indexed and can have no child")
-        return bool(self.insert(block_id, &hash, parent, lane))
+        return bool(self.insert(block_id, hash.word, parent, lane))
 
     def find_path_bytes(self, digests):
         """The blocks of the hashes up to the first that is not indexed."""
         cdef int32_t count = len(digests)
-        cdef Hash* hashes = <Hash*> PyMem_Calloc(count + 1, sizeof(Hash))
+        cdef uint64_t* hashes = <uint64_t*> PyMem_Calloc(count + 1, self.hash_words * sizeof(uint64_t))
         cdef int32_t* found = <int32_t*> PyMem_Calloc(count + 1, sizeof(int32_t))
+        cdef Hash digest
         cdef int32_t i
         try:
             if hashes == NULL or found == NULL:
                 raise MemoryError()
             for i in range(count):
-                hashes[i] = from_bytes(digests[i])
+                digest = from_bytes(digests[i])
+                memcpy(hashes + <size_t> i * self.hash_words, &digest, self.hash_words * sizeof(uint64_t))
             count = self.find_path(hashes, count, found)
             return [found[i] for i in range(count)]
         finally:
@@ -383,12 +482,13 @@ cdef class PrefixMap:
                 hash = self.hash_of(at)
                 assert self.pool.blocks[at].flags & HASHED, f"block {at} is indexed but not flagged"
                 assert home(hash.word[0], self.num_heads) == bucket, f"block {at} is in the wrong bucket"
-                assert self.find(&hash) == at, f"lookup misses block {at}"
+                assert self.find(hash.word) == at, f"lookup misses block {at}"
                 at = self.behind[at]
         self.tree.check()
         if self.twins is not None:
             self.twins.check()
         for at in range(1, self.pool.num_blocks):
+            assert self.row(at)[0] == 0 or self.tree.parent_of(at) is not None, f"block {at} has a stale hash"
             if self.twins is not None and self.twins.has(at):
                 assert self.tree.parent_of(at) is None, f"twin {at} is in the tree"
                 continue

@@ -29,6 +29,17 @@ cdef class PrefixTree:
 cdef uint32_t lane_of(bytes tail, int32_t first_token) noexcept
 
 
+cdef inline void hang(Node* nodes, int32_t block_id, int32_t parent, int32_t* head) noexcept nogil:
+    """Makes a block the newest child of its parent, whose children `head` leads to."""
+    cdef Node* node = &nodes[block_id]
+    node.parent = parent
+    node.prev = ROOT
+    node.next = head[0]
+    if head[0] != ROOT:
+        nodes[head[0]].prev = block_id
+    head[0] = block_id
+
+
 cdef inline void cut_leaf(Node* nodes, int32_t* lanes, int32_t block_id) noexcept nogil:
     """Takes a block without children out of the tree."""
     cdef Node* node = &nodes[block_id]

@@ -46,18 +46,13 @@ cdef class PrefixTree:
     cdef int attach(self, int32_t block_id, int32_t parent, uint32_t lane) except -1:
         """Makes a block the newest child of its parent."""
         cdef Node* node = &self.nodes[block_id]
-        cdef int32_t* head = &self.nodes[parent].first_child
         if CHECKED and (node.parent != UNCACHED or (parent != ROOT and self.nodes[parent].parent == UNCACHED)):
             raise AssertionError(f"block {block_id} cannot become a child of {parent}")
-        node.parent = parent
-        node.prev = ROOT
         if parent == ROOT:
-            head = &self.lanes[lane & self.lane_mask]
+            hang(self.nodes, block_id, ROOT, &self.lanes[lane & self.lane_mask])
             node.prev = -1 - <int32_t> (lane & self.lane_mask)
-        node.next = head[0]
-        if head[0] != ROOT:
-            self.nodes[head[0]].prev = block_id
-        head[0] = block_id
+        else:
+            hang(self.nodes, block_id, parent, &self.nodes[parent].first_child)
         return 0
 
     cdef int check_leaf(self, int32_t block_id) except -1:

@@ -1,7 +1,6 @@
 # One request: its tokens, its block table, its counters. Written by the KV manager and the scheduler.
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from aioengine.fastcore.block_hash cimport Hash
 from aioengine.fastcore.key_tails cimport KeyTails
 
 
@@ -43,6 +42,36 @@ cdef class Siblings:
 
 
 cdef class Request:
+    # What is read of every waiting or running request lies together, so that few cache lines hold it.
+    # Tokens known on the host: prompt, then output. Append-only.
+    cdef int32_t* tokens
+    cdef int32_t tokens_capacity
+    cdef readonly int32_t num_tokens
+
+    # Blocks (KV manager). The first num_published ones are offered to the prefix map: full once the steps
+    # that were made are over.
+    cdef int32_t* blocks
+    cdef int32_t blocks_capacity
+    cdef int32_t num_blocks
+    cdef int32_t num_published
+    cdef int32_t publish_until                  # blocks from here on hold, or saw, what was evicted by name
+    cdef int32_t num_proven                     # tokens with which one was sampled since, or that were hits
+    cdef int32_t num_found                      # blocks that the last match found in the prefix map
+    cdef readonly int32_t num_matched           # tokens found by the last match
+    cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
+    cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted
+    cdef int32_t hashes_capacity
+    cdef uint64_t* hashes                       # of full blocks, computed on demand, kept over preemption
+    cdef int32_t num_hashes
+    cdef int32_t hash_words                     # of 64 bits in a hash
+    cdef readonly bint skip_prefix_cache
+    cdef readonly bint wants_prompt_logits
+    cdef readonly bint prewarms                 # computes for the cache alone
+    cdef readonly Siblings siblings   # requests with the same prompt; None = none
+    cdef KeyTails tails               # what follows the tokens in the hash of each block (INV-13)
+    cdef GroupTable* more                       # of the groups behind the first, once it was matched
+    cdef readonly int32_t num_more
+
     # Fixed when made (intake).
     cdef readonly str request_id
     cdef readonly int32_t num_prompt_tokens
@@ -51,21 +80,11 @@ cdef class Request:
     cdef readonly bint ignore_eos
     cdef readonly int64_t priority
     cdef readonly double arrival_s
-    cdef readonly bint skip_prefix_cache
-    cdef readonly bint wants_prompt_logits
-    cdef readonly bint prewarms                 # computes for the cache alone
     cdef readonly object sampling
     cdef readonly object stream
-    cdef readonly Siblings siblings   # requests with the same prompt; None = none
     cdef int32_t* stop_ids            # eos ids, then the other stop ids
     cdef int32_t num_eos_ids
     cdef int32_t num_stop_ids         # both kinds
-    cdef KeyTails tails               # what follows the tokens in the hash of each block (INV-13)
-
-    # Tokens known on the host: prompt, then output. Append-only.
-    cdef int32_t* tokens
-    cdef int32_t tokens_capacity
-    cdef readonly int32_t num_tokens
 
     # Counters (scheduler).
     cdef Status state
@@ -87,30 +106,14 @@ cdef class Request:
     cdef int32_t stop_token
     cdef double first_scheduled_s               # -1 = never
 
-    # Blocks (KV manager). The first num_published ones are offered to the prefix map: full once the steps
-    # that were made are over.
-    cdef int32_t* blocks
-    cdef int32_t blocks_capacity
-    cdef int32_t num_blocks
-    cdef int32_t num_published
-    cdef int32_t publish_until                  # blocks from here on hold, or saw, what was evicted by name
-    cdef int32_t num_proven                     # tokens with which one was sampled since, or that were hits
-    cdef readonly int32_t num_matched           # tokens found by the last match
-    cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
-    cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted
-    cdef GroupTable* more                       # of the groups behind the first, once it was matched
-    cdef readonly int32_t num_more
-    cdef Hash* hashes                           # of full blocks, computed on demand, kept over preemption
-    cdef int32_t hashes_capacity
-    cdef int32_t num_hashes
-
     cdef object set_prompt(self, prompt)
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
     cdef int drop_samples(self) noexcept
     cdef int reserve_blocks(self, int32_t count) except -1
     cdef int reserve_groups(self, int32_t count) except -1
-    cdef int reserve_hashes(self, int32_t count) except -1
+    cdef int reserve_hashes(self, int32_t count, int words) except -1
+    cdef uint64_t* hash_of(self, int32_t at) noexcept
     cdef int ends_with(self, int64_t max_total) except -1
 
 

@@ -13,7 +13,7 @@ the others wait aside, then take its full blocks by reference and a copy of the 
 import cython
 import numpy as np
 
-from cpython.mem cimport PyMem_Free, PyMem_Realloc
+from cpython.mem cimport PyMem_Free, PyMem_RawFree, PyMem_RawRealloc, PyMem_Realloc
 from libc.string cimport memcpy, memset
 
 cdef tuple STATUS_NAMES = ("new", "held", "waiting", "running", "preempted", "finished")
@@ -80,7 +80,7 @@ cdef class Request:
         PyMem_Free(self.more)
         PyMem_Free(self.tokens)
         PyMem_Free(self.blocks)
-        PyMem_Free(self.hashes)
+        PyMem_RawFree(self.hashes)
         PyMem_Free(self.stop_ids)
 
     cdef object set_prompt(self, prompt):
@@ -135,12 +135,24 @@ cdef class Request:
             self.num_more = count
         return 0
 
-    cdef int reserve_hashes(self, int32_t count) except -1:
+    cdef int reserve_hashes(self, int32_t count, int words) except -1:
+        """Makes room for the hashes of so many full blocks, each of so many words."""
+        cdef uint64_t* hashes
+        self.hash_words = words
         if count > self.hashes_capacity:
             count = max(count, 2 * self.hashes_capacity, 8)
-            self.hashes = <Hash*> grown(self.hashes, count * sizeof(Hash))
+            # Of malloc, which keeps them for the next requests when many end together; Python's arenas go back to the
+            # system, and come back page by page.
+            hashes = <uint64_t*> PyMem_RawRealloc(self.hashes, <size_t> count * words * sizeof(uint64_t))
+            if hashes == NULL:
+                raise MemoryError()
+            self.hashes = hashes
             self.hashes_capacity = count
         return 0
+
+    cdef uint64_t* hash_of(self, int32_t at) noexcept:
+        """The hash of a full block."""
+        return self.hashes + <Py_ssize_t> at * self.hash_words
 
     cdef int ends_with(self, int64_t max_total) except -1:
         """Whether the newest token ends the request; sets finish_reason and stop_token.

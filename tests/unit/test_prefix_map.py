@@ -211,6 +211,19 @@ def test_a_path_is_found_wherever_its_blocks_lie(order: str) -> None:
         assert index.find_path_bytes([*hashes[:gap], bytes(32)]) == ids[:gap]
 
 
+def test_a_hash_that_begins_with_zeros_is_like_any_other() -> None:
+    """Rows of blocks that are not indexed begin with zeros too."""
+    index = PrefixMap(BlockPool(9))
+    first, zeros = digest(3), digest(0, rest=5)
+    assert index.find_path_bytes([first, zeros]) == []
+    index.insert_bytes(1, first)
+    index.insert_bytes(2, zeros, 1)
+    assert index.find_path_bytes([first, zeros]) == [1, 2] and index.find_bytes(zeros) == 2
+    index.remove_id(2)
+    assert index.find_path_bytes([first, zeros]) == [1] and index.find_path_bytes([first, bytes(32)]) == [1]
+    index.check()
+
+
 def test_victims_are_taken_with_what_follows_them() -> None:
     """Victims come first by use, but what a victim takes along goes before all that is cached."""
     pool = BlockPool(50)
