@@ -193,7 +193,7 @@ class LiveRequests:
         failures = result.failures or {}
         for row in failures:
             self._take_back(plan.requests[row])
-        changed = self._scheduler.update(plan, result.token_ids)
+        changed = self._scheduler.update(plan, result.token_ids, result.lost_blocks)
         for row, why in failures.items():  # a row may fail before it samples anything
             if row in plan.dropped_rows:
                 continue  # it is computed anew, and fails again if that was no accident
@@ -295,13 +295,14 @@ class LiveRequests:
         self._num_preemptions, self._warned_s = total, now_s
 
     def _num_preempted_for_blocks(self) -> int:
-        # Making way for an urgent request is what its priority is for, and a forced reset is meant: nothing to
-        # warn of.
+        # Making way for an urgent request is what its priority is for, a forced reset is meant, and a load that
+        # failed has nothing to do with the pool: nothing to warn of.
         scheduler = self._scheduler
         return (
             scheduler.num_preemptions_total
             - scheduler.num_urgent_preemptions_total
             - scheduler.num_reset_preemptions_total
+            - scheduler.num_load_preemptions_total
         )
 
     def _book_first_token(self, choice: LiveChoice, now_s: float) -> None:

@@ -67,6 +67,8 @@ class StepResult:
     """By plan row: one entry per position of the chunk that predicts a prompt token."""
     failures: dict[int, str] | None = None
     """By position of the row in the plan: why its request must end with an error; its tokens mean nothing."""
+    lost_blocks: Sequence[int] = ()
+    """Ids of `plan.loads` that could not be loaded."""
 
 
 class Runner(Protocol):

@@ -20,5 +20,6 @@ cdef class CacheControl:
     cdef bint is_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *
     cdef bint may_be_child(self, NamedPrefix name, int32_t parent, int32_t block_id, bytes tail) except *
     cdef list below(self, int32_t block_id)
+    cdef list settled(self, list blocks)
     cdef int break_pins(self, set gone) except -1
     cdef int keep_back(self, NamedPrefix name) except -1

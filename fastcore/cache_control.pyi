@@ -48,7 +48,7 @@ class CacheControl:
     def max_pinned_blocks(self) -> int:
         """So many may be pinned that a request of the greatest length still fits."""
     def pin(self, name: NamedPrefix) -> tuple[str, int] | None:
-        """Holds the cached full blocks of a prefix.
+        """Holds the cached full blocks of a prefix; with a connector up to the first one whose step is in flight.
 
         Returns:
             The pin's id and its number of blocks, or None if nothing of it is cached.

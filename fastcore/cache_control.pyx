@@ -196,10 +196,12 @@ cdef class CacheControl:
         """Holds the cached full blocks of a prefix; returns (pin id, blocks), or None if none is cached.
 
         With more than one group it also holds what queries behind the prefix read in the others; the blocks
-        returned are the first group's. Raises ValueError if more would be pinned than may be.
+        returned are the first group's. With a connector only what is certain to be there is pinned. Raises ValueError if more would be pinned than may be.
         """
         cdef list twins = []
         cdef list found = self.hit_of(name, twins)
+        if self.kv.remote is not None:
+            found = self.settled(found)
         cdef Py_ssize_t num_blocks = len(found)
         if not found:
             return None
@@ -217,6 +219,13 @@ cdef class CacheControl:
         pin_id = f"pin-{self.num_pins_made}"
         self.pins[pin_id] = found
         return pin_id, num_blocks
+
+    cdef list settled(self, list blocks):
+        """The first of some cached blocks that no step in flight loads or computes."""
+        cdef Py_ssize_t count = 0
+        while count < len(blocks) and self.kv.is_settled(blocks[count]):
+            count += 1
+        return blocks[:count]
 
     def unpin(self, str pin_id not None):
         """Lets the blocks of a pin go, deepest first; returns their number in all groups, 0 without such a pin."""

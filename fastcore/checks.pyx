@@ -25,9 +25,11 @@ cdef int check_requests(
     for request in [*waiting, *held]:
         assert request.state in (WAITING, PREEMPTED, HELD), repr(request)
         assert (request.state == HELD) == (request.queue_at == -1), repr(request)
-        assert request.num_blocks == request.num_computed_tokens == 0 and request.row == -1, repr(request)
+        assert request.num_computed_tokens == 0 and request.row == -1, repr(request)
+        assert request.num_blocks == 0 or (request.is_fenced and kv.remote is not None), repr(request)
     for request in in_flight.deferred:
-        assert request.state == FINISHED and in_flight.may_write(request), repr(request)
+        assert request.state in (FINISHED, PREEMPTED) and in_flight.may_write(request), repr(request)
+        assert request.is_fenced and request.num_blocks > 0, repr(request)
     assert sorted(rows) == list(range(limits.max_num_seqs)), f"rows are lost or used twice: {sorted(rows)}"
     for request in [*running, *waiting]:
         assert request.num_in_flight == in_flight.num_samples_of(request), repr(request)

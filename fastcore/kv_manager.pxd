@@ -7,6 +7,7 @@ from aioengine.fastcore.block_tokens cimport BlockTokens
 from aioengine.fastcore.group_tables cimport GroupTables
 from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.prefix_map cimport PrefixMap
+from aioengine.fastcore.remote_kv cimport RemoteKV
 from aioengine.fastcore.request cimport Request
 
 
@@ -19,6 +20,7 @@ cdef class KVManager:
     cdef readonly BlockHasher hasher          # None: prefix caching is off
     cdef readonly BlockTokens block_tokens    # None: partial-block reuse is off
     cdef int64_t[::1] tail_hashes             # of cached first blocks' salts and keys; None: their tokens tell them
+    cdef readonly RemoteKV remote             # None: there is no connector
     cdef readonly dict pin_counts             # block -> pins that own it (cache_control)
     cdef readonly list barred                 # NamedPrefix whose span is never cached (cache_control)
     cdef readonly int64_t num_evicted_blocks  # that lost their prefix to new content, or with such a parent
@@ -35,6 +37,8 @@ cdef class KVManager:
     cdef int32_t before_barred(self, Request request, int32_t most) except -1
     cdef bint continues(self, int32_t block_id, Request request, int32_t at, bytes tail) except -1
     cdef int32_t match_sibling(self, Request request, int32_t num_hits) except -1
+    cdef bint asks_remote(self, Request request) noexcept
+    cdef int match_remote(self, Request request, int32_t num_hits) except -1
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept
     cdef int64_t num_lacking(self, Request request, int32_t num_hits, int32_t num_tokens) noexcept
@@ -52,6 +56,8 @@ cdef class KVManager:
     cdef bint is_being_written(self, Request source, int32_t at) noexcept
     cdef bint is_settled(self, int32_t block_id) noexcept
     cpdef int release(self, Request request) except -1
+    cdef int forget_from(self, Request request, int32_t first) except -1
+    cdef list take_stores(self)
     cdef bint is_barred(self, Request request, int32_t at) except *
     cdef int note_indexed(self, Request request, int32_t start, int32_t end) except -1
     cdef int offer(self, Request request, int32_t at) except -1

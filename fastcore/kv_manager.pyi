@@ -11,6 +11,7 @@ from aioengine.fastcore.groups import Group, KVGroups
 from aioengine.fastcore.kv_journal import KVJournal
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.prefix_map import PrefixMap
+from aioengine.fastcore.remote_kv import KVConnector, RemoteKV
 from aioengine.fastcore.request import Request
 
 @final
@@ -18,7 +19,8 @@ class KVManager:
     """Owns the block pool and the prefix map; the scheduler is its only caller.
 
     Raises:
-        ValueError: a size that cannot work or an unknown hash algorithm.
+        ValueError: a size that cannot work, an unknown hash algorithm, or a connector without prefix caching or with
+            several groups.
     """
 
     pool: BlockPool
@@ -31,6 +33,8 @@ class KVManager:
     """None while prefix caching is off."""
     block_tokens: BlockTokens | None
     """None while partial-block reuse is off."""
+    remote: RemoteKV | None
+    """None if there is no connector."""
     pin_counts: dict[int, int]
     """Pins per pinned block; `CacheControl` writes it."""
     barred: list[NamedPrefix]
@@ -50,6 +54,7 @@ class KVManager:
         enable_partial_block_reuse: bool = False,
         kv_groups: Sequence[Group] = ...,
         max_step_tokens: int = ...,
+        kv_connector: KVConnector | None = None,
     ) -> None: ...
     def match(self, request: Request) -> int:
         """Full blocks of the longest computed prefix of a request that has no blocks; takes nothing.

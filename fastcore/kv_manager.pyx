@@ -34,6 +34,7 @@ from aioengine.fastcore.kv_journal cimport KVJournal
 from aioengine.fastcore.named_prefix cimport NamedPrefix
 from aioengine.fastcore.prefix_map cimport NEAR
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
+from aioengine.fastcore.remote_kv cimport ASKED_AT_ONCE, is_loaded
 from aioengine.fastcore.request cimport NO_LIMIT, GroupTable, reserve_table
 
 cdef enum:
@@ -47,6 +48,7 @@ cdef class KVManager:
         self, int32_t num_blocks, int32_t block_size, bint enable_prefix_caching=True,
         str hash_algo="xxh3_128", root_seed=None, str eviction_policy="lru", double context_cost=0.0,
         bint enable_partial_block_reuse=False, kv_groups=(("full", 0, 1),), int32_t max_step_tokens=NO_LIMIT,
+        kv_connector=None,
     ):
         if eviction_policy not in ("lru", "cost"):
             raise ValueError(f"eviction_policy={eviction_policy!r} must be lru or cost")
@@ -55,6 +57,12 @@ cdef class KVManager:
             raise ValueError(
                 f"enable_partial_block_reuse needs one KV group, not {self.groups.count}: with more, hits are "
                 "whole blocks of every group"
+            )
+        if kv_connector is not None and (self.groups.count > 1 or not enable_prefix_caching):
+            raise ValueError(
+                f"kv_connector needs prefix caching and one KV group, not {self.groups.count}: it knows blocks by "
+                "their prefix hash, and there is one block of each"
+                if enable_prefix_caching else "kv_connector needs prefix caching: it knows blocks by their prefix hash"
             )
         hasher = BlockHasher(hash_algo, root_seed)
         self.pool = BlockPool(num_blocks)
@@ -66,6 +74,8 @@ cdef class KVManager:
         if eviction_policy == "cost":
             self.prefix_map.rank_by_cost(block_size, context_cost)
         self.hasher = hasher if enable_prefix_caching else None
+        if kv_connector is not None:
+            self.remote = RemoteKV(kv_connector, hasher)
         self.tail_hashes = None  # without this it would be neither None nor anything
         if enable_prefix_caching and enable_partial_block_reuse:
             self.block_tokens = BlockTokens(num_blocks, block_size)
@@ -84,8 +94,10 @@ cdef class KVManager:
         """Finds the longest computed prefix of a request without blocks; returns its number of full blocks.
 
         Writes the ids to the start of the table, the number of tokens to `num_matched`, and to `copy_source` a
-        block to copy if they end inside of one. Takes nothing: only `admit` makes all that the request's.
+        block to copy if they end inside of one, or to `num_loads` how many blocks more can be loaded. Takes nothing:
+        only `admit` makes all that the request's.
         """
+        request.num_loads = 0
         cdef int32_t hits = self.match_cached(request) if self.reads_cache(request) else 0
         if self.more is not None:
             hits = self.more.match(request, hits, self.step if self.hides_fresh else NO_STEP)
@@ -94,6 +106,8 @@ cdef class KVManager:
             self.match_tail(request, hits)
         if request.siblings is not None and self.more is None:
             hits = self.match_sibling(request, hits)
+        if self.remote is not None and self.asks_remote(request):
+            self.match_remote(request, hits)
         return hits
 
     cdef int32_t match_cached(self, Request request) except -1:
@@ -185,10 +199,37 @@ cdef class KVManager:
         request.num_matched = shared
         return full
 
+    cdef bint asks_remote(self, Request request) noexcept:
+        return self.reads_cache(request) and not request.loads_nothing
+
+    cdef int match_remote(self, Request request, int32_t num_hits) except -1:
+        """Adds blocks that can be loaded to a match, if they reach further than it does (B15, INV-20).
+
+        They do if there is a whole one behind the hits: a tail is less than a block. It is dropped then, for a block
+        is either loaded or begun with a copy. What is barred is not loaded, nor anything behind it (INV-70).
+        """
+        cdef int32_t end = (request.num_tokens - 1) // self.block_size  # INV-16
+        cdef int32_t known = num_hits
+        cdef NamedPrefix name
+        for name in self.barred:
+            if name.span_block < end and name.is_in(request):
+                end = name.span_block
+        if request.asked_step != self.step or request.asked_from != num_hits:
+            request.num_remote = num_hits
+            while request.num_remote == known and known < end:
+                known = min(end, known + ASKED_AT_ONCE)
+                self.ensure_hashes(request, known)
+                request.num_remote += self.remote.num_matched(request, request.num_remote, known)
+            request.asked_step, request.asked_from = self.step, num_hits
+        request.num_loads = request.num_remote - num_hits
+        if request.num_loads:
+            self.forget_tail(request, num_hits)
+        return 0
+
     cdef int forget_tail(self, Request request, int32_t num_hits) except -1:
-        """Leaves a request with the full blocks of its match."""
+        """Leaves a request with the full blocks of its match, those to be loaded included."""
         request.copy_source = NULL_BLOCK
-        request.num_matched = num_hits * self.block_size
+        request.num_matched = (num_hits + request.num_loads) * self.block_size
         return 0
 
     cdef int32_t blocks_for(self, int32_t num_tokens) noexcept:
@@ -254,6 +295,9 @@ cdef class KVManager:
         self.take_blocks(request, num_tokens)
         if request.copy_source != NULL_BLOCK:
             request.copy_target = request.blocks[num_hits]
+        if request.num_loads:
+            request.load_start = num_hits
+            self.remote.load(request, self.step)
         return True
 
     cpdef int end_copy(self, Request request) except -1:
@@ -376,12 +420,17 @@ cdef class KVManager:
         """Whether the step being made writes a block of a request that has its prompt.
 
         Copies are made before the step's tokens are computed: it would be copied as it was. A request that came back
-        in this step may have hit what another one computes in it, or may wait for a copy itself.
+        in this step may have hit what another one computes in it, or may wait for a copy itself. What is loaded may
+        be lost, and nobody would know that it was copied: it must be there for certain.
         """
         cdef int32_t block_id = source.blocks[at]
         if source.copy_target == block_id:
             return True
-        return bool(self.pool.blocks[block_id].flags & HASHED) and self.is_fresh(block_id)
+        if self.remote is not None and is_loaded(source, at) and source.load_step > self.settled_step:
+            return True
+        if not self.pool.blocks[block_id].flags & HASHED:
+            return False
+        return self.is_fresh(block_id) if self.remote is None else not self.is_settled(block_id)
 
     cdef bint is_settled(self, int32_t block_id) noexcept:
         """Whether the step that computed an indexed block is over.
@@ -425,6 +474,8 @@ cdef class KVManager:
         for i in range(start, end):
             if self.block_tokens is not None:
                 self.block_tokens.keep(request.blocks[i], request.tokens + <Py_ssize_t> i * self.block_size)
+            if self.remote is not None and not is_loaded(request, i):
+                self.remote.indexed[self.hasher.as_bytes(request.hash_of(i))] = request.blocks[i]
             if request.prewarms:
                 self.pool.blocks[request.blocks[i]].flags |= PREWARMED
             if self.prefix_map.journal is not None:
@@ -513,9 +564,35 @@ cdef class KVManager:
         if CHECKED:
             for i in range(request.num_blocks):
                 request.blocks[i] = -0x55555556
-        request.num_blocks = request.num_published = request.num_found = 0
+        request.num_blocks = request.num_published = request.num_found = request.num_loads = 0
         request.publish_until = NO_LIMIT
         return 0
+
+    cdef int forget_from(self, Request request, int32_t first) except -1:
+        """Takes what a request has from a block on out of the cache: it is not what its hash says."""
+        cdef int32_t i
+        for i in range(first, request.num_blocks):
+            if self.pool.blocks[request.blocks[i]].flags & HASHED:
+                self.prefix_map.remove(request.blocks[i])
+        return self.hold_back(request, first)
+
+    cdef list take_stores(self):
+        """(hash, block id) of what was computed and indexed since the last call, if it is over and still there."""
+        cdef dict unsettled = {}
+        cdef list stores = []
+        cdef int32_t block_id
+        if self.remote is None:
+            return stores
+        for digest, block in self.remote.indexed.items():
+            block_id = block
+            if not self.pool.blocks[block_id].flags & HASHED or self.prefix_map.bytes_of(block_id) != digest:
+                continue
+            if self.is_settled(block_id):
+                stores.append((digest, block))
+            else:
+                unsettled[digest] = block
+        self.remote.indexed = unsettled
+        return stores
 
     cdef int ensure_hashes(self, Request request, int32_t count) except -1:
         """Hashes full blocks one after the other, each from its parent (B3, INV-12)."""
@@ -571,6 +648,7 @@ cdef class KVManager:
         self.pool.check()
         self.prefix_map.check()
         for request in owners:
+            assert request.load_start + request.num_loads <= request.num_blocks or not request.num_loads, repr(request)
             if self.more is not None:
                 self.more.check(request, counts)
             assert request.num_published <= request.num_blocks, repr(request)
@@ -580,6 +658,8 @@ cdef class KVManager:
                 counts[request.blocks[i]] = counts.get(request.blocks[i], 0) + 1
                 if i < request.num_published or (i + 1) * self.block_size <= request.num_computed_tokens:
                     continue
+                if request.is_fenced:
+                    continue  # it may have been preempted, and then counts nothing as computed
                 # A block that may still be written belongs to one request alone (INV-12, INV-25).
                 assert self.pool.blocks[request.blocks[i]].num_refs == 1, f"{request!r} shares open block {i}"
                 assert not self.pool.blocks[request.blocks[i]].flags & HASHED, (

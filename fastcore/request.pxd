@@ -105,6 +105,16 @@ cdef class Request:
     cdef readonly object finish_reason
     cdef int32_t stop_token
     cdef double first_scheduled_s               # -1 = never
+    cdef bint is_fenced                         # left, but a step in flight may still use its blocks
+
+    # What a connector loads (KV manager).
+    cdef int32_t num_loads                      # blocks behind the hits that are to be loaded, or were
+    cdef int32_t load_start                     # the first of them once it is admitted,
+    cdef int64_t load_step                      # and the step that loads them
+    cdef int32_t num_remote                     # blocks that the connector has, local hits included, as it said
+    cdef int64_t asked_step                     # when it was asked last,
+    cdef int32_t asked_from                     # from which block on
+    cdef bint loads_nothing                     # a load of its failed
 
     cdef object set_prompt(self, prompt)
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1

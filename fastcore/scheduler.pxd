@@ -55,6 +55,7 @@ cdef class Scheduler:
     cdef readonly int64_t num_preemptions_total
     cdef readonly int64_t num_reset_preemptions_total   # of these, those by a forced reset of the cache
     cdef readonly int64_t num_urgent_preemptions_total
+    cdef readonly int64_t num_load_preemptions_total    # and those of requests on blocks that could not be loaded
 
     cdef bint schedule_running(self) except -1
     cdef int32_t widen(self, Request request, int32_t num_new) except -1
@@ -72,5 +73,6 @@ cdef class Scheduler:
     cdef int leave_aside(self, Request request) except -1
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
     cdef int preempt(self, Request victim) except -1
+    cdef int give_up(self, StepPlan plan, set lost) except -1
     cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
     cdef int end(self, Request request, object reason) except -1

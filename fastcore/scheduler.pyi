@@ -1,6 +1,6 @@
 """Who runs in the next step, with how many tokens; what happens when a step is over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 from aioengine.fastcore.admission import Admission
 from aioengine.fastcore.groups import Group
 from aioengine.fastcore.kv_manager import KVManager
+from aioengine.fastcore.remote_kv import KVConnector
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.step_buffer import StepBuffer, StepPlan
 
@@ -46,9 +47,14 @@ class Scheduler:
         stale_output: what becomes of tokens that are sampled in steps in flight while their request is preempted.
             deliver: they are appended when their step is updated, and the request starts again only then. drop: they
             are forgotten, the request need not wait, and computes them anew.
+        kv_connector: a store of KV outside the pool. What it has behind the local hits of a request that starts is
+            loaded instead of computed (`StepPlan.loads`), if that is a whole block at least. Blocks that a
+            preemption frees are then handed out only when the steps in flight were updated. Needs prefix caching and
+            one KV group.
 
     Raises:
-        ValueError: a limit that cannot work.
+        ValueError: a limit that cannot work, or a connector where it cannot.
+        TypeError: a connector that cannot be asked.
     """
 
     kv: KVManager
@@ -71,6 +77,8 @@ class Scheduler:
     num_reset_preemptions_total: int
     num_urgent_preemptions_total: int
     """Those of them that made way for a more important request that waited."""
+    num_load_preemptions_total: int
+    """And those whose request ran on blocks that could not be loaded."""
 
     def __init__(
         self,
@@ -102,6 +110,7 @@ class Scheduler:
         enable_partial_block_reuse: bool = False,
         kv_groups: Sequence[Group] = ...,
         stale_output: Literal["deliver", "drop"] = "deliver",
+        kv_connector: KVConnector | None = None,
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:
@@ -131,8 +140,15 @@ class Scheduler:
         Raises:
             RuntimeError: `max_in_flight` steps are not updated yet.
         """
-    def update(self, plan: StepPlan, token_ids: npt.NDArray[np.int32]) -> list[Request]:
+    def update(
+        self, plan: StepPlan, token_ids: npt.NDArray[np.int32], lost_blocks: Iterable[int] = ()
+    ) -> list[Request]:
         """Settles the oldest step in flight with its sampled tokens, one per sample of the plan.
+
+        Args:
+            lost_blocks: ids of `plan.loads` that could not be loaded. They leave the cache with all that was computed
+                after them; requests that have read them are preempted and compute it anew, what steps in flight
+                sample for them is dropped, and those that were to load them do not ask the connector again.
 
         Returns:
             the requests that gained a token or ended, in plan order; rows of requests that ended while the
@@ -140,7 +156,14 @@ class Scheduler:
 
         Raises:
             RuntimeError: the plan is not the oldest step in flight.
-            ValueError: the number of tokens is wrong, or one is negative. Nothing has changed then.
+            ValueError: the number of tokens is wrong, one is negative, or a lost block was not to be loaded. Nothing
+                has changed then.
+        """
+    def take_stores(self) -> list[tuple[bytes, int]]:
+        """(block hash, block id) of blocks that were computed and indexed since the last call, each once.
+
+        To be called after each `update`: only then do the blocks still hold that for certain, until the next step is
+        launched. Blocks whose step is in flight come later, loaded ones never; empty without a connector.
         """
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Says how long a step took, from the settlement before it to its own; before its `update`."""
@@ -154,6 +177,15 @@ class Scheduler:
         Args:
             force: preempt what runs and forget in any case; pins must have ended before.
         """
+    @property
+    def num_external_query_tokens(self) -> int:
+        """Tokens behind local hits that a connector was asked for, counted once per request."""
+    @property
+    def num_external_hit_tokens(self) -> int:
+        """How many of those were to be loaded; `prefix_hit_tokens` does not count them."""
+    @property
+    def num_lost_blocks(self) -> int:
+        """Blocks that could not be loaded."""
     @property
     def num_running(self) -> int: ...
     @property

@@ -22,6 +22,7 @@ from aioengine.fastcore.checks cimport check_requests
 from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.limits cimport clip_tokens
 from aioengine.fastcore.preemption cimport least_important, victims_for
+from aioengine.fastcore.remote_kv cimport lost_of, readers_of
 from aioengine.fastcore.request cimport FINISHED, HELD, NEW, PREEMPTED, RUNNING, WAITING, Siblings
 from aioengine.fastcore.step_budget cimport give, more_tokens
 
@@ -39,6 +40,7 @@ cdef class Scheduler:
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
         double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1,
         object clock=time.monotonic, root_seed=None, kv_groups=(("full", 0, 1),), str stale_output="deliver",
+        kv_connector=None,
     ):
         cdef KVGroups groups = KVGroups(
             kv_groups, block_size, max(1, max_num_scheduled_tokens or max_num_batched_tokens)
@@ -65,7 +67,7 @@ cdef class Scheduler:
         self.drops_stale_output = stale_output == "drop"
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
-            enable_partial_block_reuse, kv_groups, self.limits.max_num_scheduled_tokens,
+            enable_partial_block_reuse, kv_groups, self.limits.max_num_scheduled_tokens, kv_connector,
         )
         self.admission = Admission(
             self.kv, full_sequence_must_fit=full_sequence_must_fit, watermark=watermark,
@@ -192,6 +194,8 @@ cdef class Scheduler:
         if plan.num_copies:
             for request in plan.joined:
                 self.kv.end_copy(request)
+        if self.kv.remote is not None:
+            self.kv.remote.end_step(plan)
         self.in_flight.last_step = step_id
         self.in_flight.plans.append(plan)
         return plan
@@ -276,7 +280,7 @@ cdef class Scheduler:
         cdef Request victim
         while not self.kv.extend(request, target, request.num_computed_tokens):
             if self.in_flight.deferred:
-                # Blocks of finished requests are on their way: waiting a step beats recomputing a victim.
+                # Blocks of those that left are on their way: waiting a step beats recomputing a victim.
                 return ROOM_LATER
             victim_at = least_important(self.running, self.by_priority)
             victim = <Request> self.running.pop(victim_at)
@@ -291,14 +295,18 @@ cdef class Scheduler:
         """Takes blocks and row from a running request and queues it again (C17, C18, INV-31, INV-32).
 
         Its blocks are free at once even with steps in flight: the device runs steps in order, so their late
-        writes come before anything that a new owner writes, or that somebody reads who hits them.
+        writes come before anything that a new owner writes, or that somebody reads who hits them. With a connector
+        they are fenced: who has read a block that could not be loaded is told by the tables of those in flight (C21).
         """
         self.num_victims += 1
         self.num_preemptions_total += 1
         self.budget.left += victim.step_tokens
         victim.step_tokens = 0
         self.kv.take_back(victim)
-        self.kv.release(victim)
+        if self.kv.remote is None:
+            self.kv.release(victim)
+        else:
+            self.in_flight.give_back(victim)
         self.in_flight.leave_row(victim)
         victim.num_computed_tokens = 0
         victim.num_sent_blocks = 0
@@ -329,8 +337,9 @@ cdef class Scheduler:
             request = self.waiting.peek(skip_long)
             # A preempted request whose samples are in flight waits for them. Those behind it wait too, or they
             # would take the row and the blocks it gave back and be preempted for it in turn; as the wait is
-            # over when the steps in flight are, nobody has to overtake (INV-33, INV-34).
-            if request is None or request.num_in_flight > 0:
+            # over when the steps in flight are, nobody has to overtake (INV-33, INV-34). The same holds for one whose
+            # blocks are fenced.
+            if request is None or request.num_in_flight > 0 or request.is_fenced:
                 break
             if (
                 request.siblings is not None and request.siblings.is_computing()
@@ -354,7 +363,7 @@ cdef class Scheduler:
         """Preempts less important running requests for a waiting one; False if in vain: nothing changed."""
         cdef int32_t num_hits, start, num_left, num_new
         if self.in_flight.deferred:
-            return False  # blocks and rows of finished requests are on their way
+            return False  # blocks and rows of those that left are on their way
         self.survey()
         self.kv.hides_fresh = True  # a victim takes back what it was to compute in this step
         num_hits = self.kv.match(request)
@@ -432,6 +441,7 @@ cdef class Scheduler:
         return ADMITTED
 
     cdef int admit(self, Request request, int32_t num_new) except -1:
+        cdef int32_t num_loaded
         self.waiting.remove(request)
         request.row = self.rows.take()
         request.num_computed_tokens = request.num_matched
@@ -441,8 +451,11 @@ cdef class Scheduler:
             request.first_scheduled_s = self.clock()
             request.num_cached_tokens = request.num_computed_tokens
             if self.kv.reads_cache(request):
+                num_loaded = request.num_loads * self.kv.block_size
                 self.prefix_queries_tokens += request.num_tokens
-                self.prefix_hit_tokens += request.num_computed_tokens
+                self.prefix_hit_tokens += request.num_computed_tokens - num_loaded
+                if self.kv.remote is not None and self.kv.asks_remote(request):
+                    self.kv.remote.count(request, request.num_computed_tokens - num_loaded, num_loaded)
         request.state = RUNNING
         request.step_tokens = num_new
         self.budget.left -= num_new
@@ -479,15 +492,18 @@ cdef class Scheduler:
 
     # ---- a step is over ----
 
-    def update(self, StepPlan plan not None, const int32_t[::1] token_ids not None):
+    def update(self, StepPlan plan not None, const int32_t[::1] token_ids not None, lost_blocks=()):
         """Settles the oldest step in flight; returns those that gained a token or ended, in plan order."""
         cdef Py_ssize_t i
         cdef Request request
+        cdef set lost = lost_of(plan, lost_blocks) if lost_blocks else None
         cdef const RowRecord* records = self.in_flight.take_oldest(plan, token_ids)
         cdef const int32_t* tokens = &token_ids[0] if token_ids.shape[0] else NULL
         cdef bint any_ended = False
         cdef list changed = []
         self.kv.settled_step = plan.step_id
+        if lost:
+            self.give_up(plan, lost)
         for i in range(plan.num_rows):
             request = <Request> plan.requests[i]
             if request.state == FINISHED:
@@ -502,6 +518,24 @@ cdef class Scheduler:
             self.running = [request for request in self.running if is_running(request)]
         self.in_flight.drain()
         return changed
+
+    cdef int give_up(self, StepPlan plan, set lost) except -1:
+        """Has whatever was computed on blocks that could not be loaded computed anew; nobody is told of it (I16)."""
+        cdef Request request
+        self.kv.remote.give_up(plan, lost)
+        for request, first in readers_of(lost, [*self.running, *self.in_flight.deferred]).items():
+            self.kv.forget_from(request, first)
+            request.num_cached_tokens = min(request.num_cached_tokens, <int32_t> first * self.kv.block_size)
+            if request.state == RUNNING:
+                discard(self.running, request)
+                self.num_load_preemptions_total += 1
+                self.preempt(request)
+            request.drop_samples()
+        return 0
+
+    def take_stores(self):
+        """What a connector may keep: (hash, block id) of blocks computed and indexed since the last call."""
+        return self.kv.take_stores()
 
     def observe_step(self, StepPlan plan not None, double seconds):
         """Says how long a step took, from the settlement before it to its own."""
@@ -570,6 +604,18 @@ cdef class Scheduler:
     def step_cost_stats(self):
         """What was learned about the time of steps; None without a target."""
         return None if self.budget.cost is None else self.budget.cost.stats()
+
+    @property
+    def num_external_query_tokens(self):
+        return 0 if self.kv.remote is None else self.kv.remote.num_query_tokens
+
+    @property
+    def num_external_hit_tokens(self):
+        return 0 if self.kv.remote is None else self.kv.remote.num_hit_tokens
+
+    @property
+    def num_lost_blocks(self):
+        return 0 if self.kv.remote is None else self.kv.remote.num_lost_blocks
 
     @property
     def max_num_seqs(self):

@@ -22,6 +22,8 @@ cdef class StepPlan:
     cdef readonly list joined
     cdef readonly list left_rows
     cdef readonly list dropped_rows
+    cdef readonly list loads
+    cdef list loaders                # whose they are
     cdef readonly object buffer
     cdef const RowRecord* records    # in the ring, valid until the plan is updated
 

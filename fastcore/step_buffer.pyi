@@ -54,6 +54,8 @@ class StepPlan:
     """Those that got their row in this step: the runner rebuilds all state of the row."""
     left_rows: list[int]
     """Rows given back since the last plan; they leave before the joined ones enter (INV-37)."""
+    loads: list[tuple[bytes, int]]
+    """(block hash, block id) to load from the connector before anything else of the step is done."""
     dropped_rows: list[int]
     """Set by `Scheduler.update`: plan rows whose sample or failure is to be told to nobody, as it is computed anew."""
     buffer: npt.NDArray[np.int32]

@@ -16,7 +16,8 @@ Block tables are append-only: a row sends what is new, a joined row its whole ta
 out of a group's window is not sent: a joined row begins where the window does, and nobody takes back what a row
 sent before. So entries before the window may name other requests' blocks, and no kernel reads them.
 
-The device makes all copies of a step, over all layers, before its forward pass. No block is both a source and
+The device makes all copies of a step, over all layers, before its forward pass, and before them the loads that
+the plan lists beside the buffer. No block is both a source and
 a target in one step, so their order is free. The device runs steps in order: a source written by a step in
 flight is ready by then, and one that is freed afterwards gets other content by a later step only.
 """
@@ -131,6 +132,7 @@ cdef class StepBuffer:
 
         plan.step_id, plan.requests, plan.left_rows = step_id, requests, left_rows
         plan.sample_requests, plan.joined, plan.dropped_rows, plan.records = [], [], [], record
+        plan.loads, plan.loaders = [], []
         for i in range(num_rows):
             request = <Request> requests[i]
             pack_row(row, record, request, plan, num_tokens)

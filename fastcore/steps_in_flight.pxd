@@ -11,7 +11,7 @@ cdef class StepsInFlight:
     cdef KVManager kv
     cdef RowPool rows
     cdef list plans                   # oldest first
-    cdef list deferred                # finished, but a step in flight may still write their blocks
+    cdef list deferred                # finished or preempted, but a step in flight may still use their blocks
     cdef int64_t last_step
     cdef int64_t last_updated
 

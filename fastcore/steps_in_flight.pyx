@@ -1,7 +1,8 @@
 """The steps that were launched and not updated yet, and what must wait for them.
 
-Owns their plans in order, and the fences behind them: a finished request that is part of a step in flight keeps
-its blocks, and a row that was left stays empty, until that step was updated (INV-36). The scheduler asks.
+Owns their plans in order, and the fences behind them: a request that is part of a step in flight and leaves keeps its
+blocks, and a row that was left stays empty, until that step was updated (INV-36). Without a connector that is for
+finished requests only. The scheduler asks.
 """
 import cython
 
@@ -45,8 +46,11 @@ cdef class StepsInFlight:
         return request.last_step > self.last_updated
 
     cdef int give_back(self, Request request) except -1:
-        """Gives the blocks of a finished request back, at once or when no step in flight may write them."""
+        """Gives the blocks of a request that leaves back, at once or when no step in flight may use them."""
+        if request.is_fenced:
+            return 0  # preempted before
         if request.num_blocks and self.may_write(request):
+            request.is_fenced = True
             self.deferred.append(request)
             return 0
         return self.kv.release(request)
@@ -67,7 +71,8 @@ cdef class StepsInFlight:
             for request in self.deferred:
                 if not self.may_write(request):
                     self.kv.release(request)
-            self.deferred = [request for request in self.deferred if has_blocks(request)]
+                    request.is_fenced = False
+            self.deferred = [request for request in self.deferred if is_fenced(request)]
         return 0
 
     cdef int num_samples_of(self, Request request) except -1:
@@ -84,5 +89,5 @@ cdef class StepsInFlight:
         return count
 
 
-cdef inline bint has_blocks(object request) noexcept:
-    return (<Request> request).num_blocks > 0
+cdef inline bint is_fenced(object request) noexcept:
+    return (<Request> request).is_fenced

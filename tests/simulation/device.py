@@ -1,14 +1,15 @@
 """The device of the simulation: it runs packed steps late, keeps what each KV slot holds, and distrusts everything.
 
 It is a `Runner`. At launch it reads the packed buffer, as a copy to a device would, and holds it against the
-scheduler's records; when the step's time has passed, it runs the step: first copies, then all rows write, then
-every position of every context is read back through the block table and must be the KV of the request's own
+scheduler's records; when the step's time has passed, it runs the step: first loads, then copies, then all rows
+write, then every position of every context is read back through the block table and must be the KV of the request's own
 text, as it is if what is read in step N was written by a step <= N. The steps in flight write late, so that
 a block which was given away too early shows. Each KV group writes values of its own and reads only its windows,
 but those whole: from the first position that the step's first query reads.
 
 A row that fails spoils what it writes in that step. Who hit that before the step was settled computes spoiled
-KV and fails in turn; who got its row afterwards must not find any.
+KV and fails in turn; who got its row afterwards must not find any. So it is with a block that could not be loaded,
+only that nobody fails for good: whatever such rows sample or report must be told to nobody.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.runner import StepResult
 from tests.oracle.kv import Group, first_read
+from tests.simulation.tier import SimTier
 from tests.simulation.truth import Truth, sampled
 
+_LOST = 1 << 40
+"""Above every step: what tells a block that could not be loaded from one that a failed row has written."""
 _GROUP = 1 << 60
 """Above every value of a chain: what tells the KV of one group from another's."""
 
@@ -44,6 +48,8 @@ class _Stay:
     """Newest step that was settled when it got its row."""
     is_spoiled: bool = False
     """It computes on what another, whose row failed, has computed."""
+    has_lost: bool = False
+    """It computes on what could not be loaded."""
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class _Launched:
     plan: StepPlan
     words: np.ndarray
     """What the buffer held at launch; it must hold it until the step has run."""
+    loads: list[tuple[bytes, int]]
+    """(hash, block)."""
     copies: list[tuple[int, int]]
     """(source, target) blocks."""
     rows: list[_Row]
@@ -80,11 +88,18 @@ class SimDevice:
     Args:
         kv_groups: as the scheduler got them.
         step_seconds: a step takes one of these; with 0 it has run when `launch` returns.
+        tier: what it loads from.
     """
 
     def __init__(
-        self, scheduler: Scheduler, kv_groups: Sequence[Group], step_seconds: Sequence[float], seed: int
+        self,
+        scheduler: Scheduler,
+        kv_groups: Sequence[Group],
+        step_seconds: Sequence[float],
+        seed: int,
+        tier: SimTier | None = None,
     ) -> None:
+        self._tier = tier
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
         self._groups = kv_groups
@@ -102,6 +117,9 @@ class SimDevice:
         self.has_spoiled = False
         self.num_copies = 0
         self.num_spoiled = 0
+        self.num_lost = 0
+        self.read_lost: dict[int, set[int]] = {}
+        """By step that was not settled yet: rows of its plan that have read what could not be loaded."""
 
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """As `Runner.launch`."""
@@ -109,7 +127,8 @@ class SimDevice:
         copies, rows = self._read_copies(plan), self._read_buffer(plan)
         written = [block_id for row in rows for block_id in self._written_by(row)]
         assert len(set(written)) == len(written), f"two rows of {plan} write one block"
-        self._launched.append(_Launched(plan, plan.buffer.copy(), copies, rows, done))
+        self._check_loads(plan, copies, written)
+        self._launched.append(_Launched(plan, plan.buffer.copy(), list(plan.loads), copies, rows, done))
         seconds = self._rng.choice(self._step_seconds)
         if seconds == 0 and len(self._launched) == 1:
             self._run_oldest()
@@ -172,6 +191,21 @@ class SimDevice:
         assert not targets & {source for source, _ in copies}, "a block is source and target of copies"
         return copies
 
+    def _check_loads(self, plan: StepPlan, copies: list[tuple[int, int]], written: list[int]) -> None:
+        """Each load fills one block of a request that joins, in front of what it computes, and nothing else does."""
+        wanted = []
+        for request in plan.joined:
+            known = plan.num_computed(plan.requests.index(request)) // self._sizes[0]
+            hashes = self._scheduler.kv.hashes_of(request)[:known] if plan.loads else []
+            wanted += list(zip(hashes, request.block_ids()[:known], strict=False))
+        targets = [block_id for _, block_id in plan.loads]
+        found = [pair for pair in dict.fromkeys(wanted) if pair in plan.loads]  # others of the step may hit them
+        assert found == plan.loads, f"{plan.loads} are not in their tables"
+        assert len(set(targets)) == len(targets), "two loads go to one block"
+        touched = {block_id for pair in copies for block_id in pair}
+        assert not touched.intersection(targets), "a block that is loaded is copied, or copied to (INV-20)"
+        assert not set(written).intersection(targets), "a block that is loaded is written"
+
     def _read_row(self, plan: StepPlan, i: int, request: Request, record: list[int], tokens: list[int]) -> _Row:
         row, start, num_new, num_computed, flags, sample_index, num_output, _ = record
         truth: Truth = request.sampling
@@ -226,15 +260,18 @@ class SimDevice:
     def check_fences(self) -> None:
         """Blocks of a finished request are its own while a step that writes them has not run (INV-36).
 
-        A preempted one gives them back at once: whatever follows on the device is behind its late writes.
+        A preempted one gives them back at once: whatever follows on the device is behind its late writes. With a
+        connector it keeps them too (C21).
         """
         for launched in self._launched:
             for row in launched.rows:
                 request = row.request
-                if request.status == "finished" and request.num_preemptions == row.num_preemptions:
+                is_same = request.num_preemptions == row.num_preemptions
+                if self._tier is not None or (request.status == "finished" and is_same):
                     for group, size in enumerate(self._sizes):
                         held, end = request.block_ids(group), row.num_computed + len(row.ids)
-                        same = [i for i, block_id in enumerate(held) if block_id in (0, row.stay.tables[group].get(i))]
+                        table = row.stay.tables[group]  # a victim may have got more for a step that was never made
+                        same = [i for i, block_id in enumerate(held) if block_id in (0, table.get(i, block_id))]
                         assert len(same) == len(held) and len(held) * size >= end, (
                             f"{request} gave back blocks that step {launched.plan.step_id} writes (INV-36)"
                         )
@@ -261,6 +298,7 @@ class SimDevice:
         plan = launched.plan
         samples = np.full(plan.num_samples, -1, np.int32)
         failures = {}
+        lost = [block_id for block_hash, block_id in launched.loads if not self._load(plan, block_hash, block_id)]
         for source, target in launched.copies:
             self._kv[target] = self._kv[source].copy()
         self.num_copies += len(launched.copies)
@@ -282,9 +320,30 @@ class SimDevice:
                 continue
             if row.stay.is_spoiled:
                 failures[row.plan_row] = "the row read what a failed one has written"
+            elif row.stay.has_lost and self._rng.random() < 0.3:
+                failures[row.plan_row] = "the row read what was not loaded"
             token_id = sampled(value, row.request.sampling.seed)
             samples[row.sample_index] = self._last_token[row.row] = token_id
-        return StepResult(samples, failures=failures or None)
+        self.read_lost[plan.step_id] = {row.plan_row for row in launched.rows if row.stay.has_lost}
+        return StepResult(samples, failures=failures or None, lost_blocks=lost)
+
+    def _load(self, plan: StepPlan, block_hash: bytes, block_id: int) -> bool:
+        assert self._tier is not None, "a load without a connector"
+        content = self._tier.load(block_hash)
+        if content is not None:
+            self._kv[block_id] = content
+            return True
+        self._kv[block_id] = [_lost_in(plan.step_id)] * self._sizes[0]
+        self.has_spoiled = True
+        self.num_lost += 1
+        return False
+
+    def store(self, stores: Sequence[tuple[bytes, int]]) -> None:
+        """Gives the tier what blocks hold now."""
+        for block_hash, block_id in stores:
+            assert self._tier is not None
+            assert min(self._kv[block_id]) >= 0, f"block {block_id} is stored and holds {self._kv[block_id]}"
+            self._tier.store(block_hash, self._kv[block_id])
 
     def _write(self, row: _Row, values: list[int]) -> None:
         for group, size in enumerate(self._sizes):
@@ -317,7 +376,7 @@ class SimDevice:
         ids = row.ids
         if ids == [-1]:
             ids = [self._last_token[row.row]]
-        assert row.stay.is_spoiled or ids == truth.tokens[start : start + len(ids)], (
+        assert row.stay.is_spoiled or row.stay.has_lost or ids == truth.tokens[start : start + len(ids)], (
             f"{truth.name} got the tokens {ids} at {start} (INV-41)"
         )
         return last
@@ -336,10 +395,14 @@ class SimDevice:
             assert got < 0, (
                 f"{truth.name} reads KV of another text at position {position}, block {block_id}, group {group}"
             )
-            assert got < _spoiled_in(row.stay.settled_at), (
+            step_id = -got % _LOST
+            assert step_id > row.stay.settled_at, (
                 f"{truth.name} got its row after step {row.stay.settled_at} and reads at position {position} "
-                f"what failed in step {-got}"
+                f"what {'was lost' if -got > _LOST else 'failed'} in step {step_id}"
             )
+            if -got > _LOST:
+                row.stay.has_lost = True
+                continue
             self.num_spoiled += not (row.stay.is_spoiled or truth.fails_at)
             row.stay.is_spoiled = truth.was_spoiled = True
         return context[-1]
@@ -348,3 +411,8 @@ class SimDevice:
 def _spoiled_in(step_id: int) -> int:
     """What a row that fails in a step leaves in its slots."""
     return -step_id
+
+
+def _lost_in(step_id: int) -> int:
+    """What a step leaves in a block that it could not load."""
+    return -step_id - _LOST

@@ -187,8 +187,8 @@ FAULTS = (
     Fault(
         "admit a victim whose tokens are in flight",
         "fastcore/scheduler.pyx",
-        "if request is None or request.num_in_flight > 0:",
-        "if request is None:",
+        "if request is None or request.num_in_flight > 0 or request.is_fenced:",
+        "if request is None or request.is_fenced:",
     ),
     Fault(
         "let more important requests make way",
@@ -276,6 +276,66 @@ FAULTS = (
         "fastcore/step_buffer.pyx",
         "        if request.copy_target != 0:\n",
         "        if request.copy_target < 0:\n",
+    ),
+    Fault(
+        "load the last block of a prompt too",
+        "fastcore/kv_manager.pyx",
+        "cdef int32_t end = (request.num_tokens - 1) // self.block_size",
+        "cdef int32_t end = request.num_tokens // self.block_size",
+    ),
+    Fault(
+        "copy the tail although its block is loaded",
+        "fastcore/kv_manager.pyx",
+        "        if request.num_loads:\n            self.forget_tail(request, num_hits)\n",
+        "        if request.num_loads:\n            request.num_matched = request.num_remote * self.block_size\n",
+    ),
+    Fault(
+        "load behind a gap",
+        "fastcore/kv_manager.pyx",
+        "while request.num_remote == known and known < end:",
+        "while known < end:",
+    ),
+    Fault(
+        "keep what was lost in the index",
+        "fastcore/scheduler.pyx",
+        "            self.kv.forget_from(request, first)\n",
+        "",
+    ),
+    Fault(
+        "tell what was computed on a lost block",
+        "fastcore/scheduler.pyx",
+        "            request.drop_samples()\n        return 0\n\n    def take_stores",
+        "        return 0\n\n    def take_stores",
+    ),
+    Fault(
+        "look for readers of a lost block among those that run",
+        "fastcore/scheduler.pyx",
+        "readers_of(lost, [*self.running, *self.in_flight.deferred])",
+        "readers_of(lost, self.running)",
+    ),
+    Fault(
+        "look for lost blocks at the loaders only",
+        "fastcore/remote_kv.pyx",
+        "            if first < end:\n",
+        "            if first < end and is_loaded(request, first):\n",
+    ),
+    Fault(
+        "no fence for blocks that a connector's loads may be in",
+        "fastcore/scheduler.pyx",
+        "        if self.kv.remote is None:\n            self.kv.release(victim)",
+        "        if True:\n            self.kv.release(victim)",
+    ),
+    Fault(
+        "store what is not computed yet",
+        "fastcore/kv_manager.pyx",
+        "            if self.is_settled(block_id):\n                stores",
+        "            if True:\n                stores",
+    ),
+    Fault(
+        "store what has left the index",
+        "fastcore/kv_manager.pyx",
+        "& HASHED or self.prefix_map.bytes_of(block_id) != digest:\n                continue\n",
+        "& HASHED:\n                pass\n",
     ),
     Fault(
         "a group's window that is one token short",

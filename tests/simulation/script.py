@@ -1,5 +1,7 @@
 """What happens in one simulated run: options, a device's pace, and the events, all as plain values.
 
+`kv_connector` stands for a `SimTier`: the share that it keeps, and that of loads that fail.
+
 A seed makes a script and a script makes a run, so a run can be cut down by dropping events and printed as a few
 lines that anybody can paste. New options of the scheduler are one line in `OPTIONS`.
 """
@@ -69,6 +71,10 @@ OPTIONS: Mapping[str, Option] = {
     "target_itl_s": Option([0.0, 0.0, 0.5, 3.0], lambda o: o["enable_chunked_prefill"]),
     "watermark": Option([0.0, 0.0, 0.0, 0.1, 0.7]),
     "stale_output": Option(["deliver", "deliver", "drop"]),
+    "kv_connector": Option(
+        [None, None, (1.0, 0.0), (0.9, 0.3), (0.6, 0.05)],
+        lambda o: o["enable_prefix_caching"] and len(o["kv_groups"]) == 1,
+    ),
 }
 
 UNBIASED = (
@@ -231,7 +237,7 @@ def _draw_events(rng: random.Random, traffic: _Traffic, num_steps: int) -> list[
     now, work = 0.0, 0.0
     while work < num_steps:
         add = traffic.arrive(now)
-        events += [add, *traffic.disturb(add)]
+        events += [add, *traffic.disturb(add), *traffic.forget(add)]
         steps = traffic.steps_of(add)
         work += steps
         if rng.random() > traffic.burst:
@@ -267,6 +273,8 @@ class _Traffic:
         self.outputs = rng.choice([(1, 4), (1, 20), (10, 60), (20, 60)])
         self.names: list[str] = []
         self.media: dict[str, tuple[tuple[int, int, str], ...]] = {}
+        self.losses = random.Random(f"tier {seed}")
+        self.forgets = self.losses.choice([0.0, 0.1, 0.5])
         self.looks = random.Random(f"media {seed}")  # its own, so that all else of a seed's script is as without
         start, size = self.looks.choice([0, 1, 4, 9]), self.looks.randint(1, 9)
         a, b = f"a{size}", f"b{size}"
@@ -347,6 +355,15 @@ class _Traffic:
             media=add.media,
         )
         return [fails, hits, *(replace(hits, at=later + i, name=f"{again}h{i}") for i in (0, 1, 2))]
+
+    def forget(self, add: Add) -> list[Event]:
+        """With a connector, the pool loses now and then what the connector may still have."""
+        if self.options["kv_connector"] is None or self.losses.random() > self.forgets:
+            return []
+        later = round(add.at + self.losses.choice([0.5, 3.0, 10.0, 40.0]) * self.losses.random(), 3)
+        if self.losses.random() < 0.2:
+            return [Reset(later, force=True)]
+        return [Govern(later, add.name, "evict", self.losses.choice([0.0, 0.0, 0.3, 0.7]))]
 
     def typical_tokens(self) -> float:
         """Prompt and output of a common request."""

@@ -52,7 +52,8 @@ def test_no_seed_breaks_a_rule() -> None:
     assert batch.num_steps > 10_000
     ends = ("stop", "length", "abort", "failed", "left", "refused")
     hits = ("hit tokens", "hit tokens of several groups", "copies")
-    for kind in (*ends, "preempted", "made way", *hits, "spoiled", "with media"):
+    loads = ("loaded tokens", "lost blocks", "preempted for lost blocks")
+    for kind in (*ends, "preempted", "made way", *hits, *loads, "spoiled", "with media"):
         assert batch.counts[kind] > 20, f"the load no longer reaches {kind}"
 
 
@@ -123,6 +124,15 @@ def test_a_sibling_copies_no_block_that_another_request_computes_in_the_same_ste
     )
     counts = run(Script({**PLAIN, **options, "max_in_flight": 1}, events, step_seconds=(1.0,), seed=6003547)).counts
     assert counts["preempted"] == 2
+
+
+def test_what_the_pool_has_forgotten_is_loaded_and_what_is_lost_is_computed() -> None:
+    events = (Add(0.0, "a", 20, 1), Reset(5.0), Add(9.0, "b", 20, 3, shared=20, follows="a", ignore_eos=True))
+    counts = counts_of(*events, kv_connector=(1.0, 0.0))
+    assert (counts["loaded tokens"], counts["lost blocks"], counts["hit tokens"]) == (16, 0, 0)
+    counts = counts_of(*events, kv_connector=(1.0, 1.0))
+    assert (counts["lost blocks"], counts["preempted for lost blocks"], counts["length"]) == (4, 1, 2)
+    assert counts_of(*events, kv_connector=(0.0, 0.0))["loaded tokens"] == 0
 
 
 def test_a_forced_reset_preempts_what_runs() -> None:

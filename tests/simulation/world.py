@@ -32,6 +32,7 @@ from tests.oracle.kv import NaiveKV
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.device import SimDevice
 from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Govern, Options, Reset, Script
+from tests.simulation.tier import SimTier
 from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
 
 SMALL_POOL = 64
@@ -91,8 +92,9 @@ def naive_kv(options: Options) -> NaiveKV:
 class _Watched:
     """The scheduler as the step loop sees it: every step that it makes is checked first."""
 
-    def __init__(self, scheduler: Scheduler, options: Options) -> None:
+    def __init__(self, scheduler: Scheduler, options: Options, tier: SimTier | None) -> None:
         self._scheduler = scheduler
+        self._tier = tier
         self._by_priority = options["policy"] == "priority"
         self._ageing_s = options["priority_ageing_s"]
         self._uses_all = options["long_prefill_token_threshold"] == options["target_itl_s"] == 0
@@ -111,7 +113,11 @@ class _Watched:
         num_before, num_urgent = scheduler.num_preemptions_total, scheduler.num_urgent_preemptions_total
         num_running = scheduler.num_running
         alone = num_running + scheduler.num_waiting == 1
+        if self._tier is not None:
+            self._tier.is_scheduling = True
         plan = scheduler.schedule()
+        if self._tier is not None:
+            self._tier.is_scheduling = False
         scheduler.check_invariants()
         if plan is None:
             stuck = scheduler.num_in_flight_steps == 0 and (scheduler.num_running or scheduler.waiting_requests())
@@ -206,9 +212,12 @@ class _World:
     async def run(self) -> Report:
         """The whole run."""
         loop = asyncio.get_running_loop()
-        self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", **self.script.options)
+        script, options = self.script, dict(self.script.options)
+        shares = options.pop("kv_connector")
+        self.tier = tier = None if shares is None else SimTier(*shares, script.seed)
+        self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", kv_connector=tier, **options)
         self.control = CacheControl(scheduler)
-        self.device = SimDevice(scheduler, self.script.options["kv_groups"], self.script.step_seconds, self.script.seed)
+        self.device = SimDevice(scheduler, options["kv_groups"], script.step_seconds, script.seed, tier)
         self.live = LiveRequests(
             scheduler,
             EngineMetrics(_no_stats, "sim"),
@@ -218,7 +227,7 @@ class _World:
             clock=loop.time,
         )
         self.steps = StepLoop(
-            _Watched(scheduler, self.script.options),
+            _Watched(scheduler, script.options, tier),
             self.device,
             self._settle,
             max_in_flight=scheduler.max_in_flight,
@@ -256,7 +265,11 @@ class _World:
         self.report.num_steps += 1
         self.on_step()
         self.report.digest = zlib.crc32(result.token_ids.tobytes(), self.report.digest * 31 + plan.num_tokens)
+        were_live = [request.status != "finished" for request in plan.requests]
         self.live.settle(plan, result)
+        for row in self.device.read_lost.pop(plan.step_id):
+            assert row in plan.dropped_rows or not were_live[row], f"{plan.requests[row]} is told what it read (I16)"
+        self._store()
         self.device.settled_step = plan.step_id
         self.scheduler.check_invariants()
         self.device.check_fences()
@@ -267,6 +280,16 @@ class _World:
             assert not any(self._cached_under(salt)), "something under a salt in quarantine is cached (INV-70)"
         if self.scheduler.num_blocks <= SMALL_POOL:
             self._check_order_of_eviction()
+
+    def _store(self) -> None:
+        """Gives the tier what is new, as the step loop does."""
+        stores = self.scheduler.take_stores()
+        assert self.tier is not None or not stores
+        hashes = [block_hash for block_hash, _ in stores]
+        assert len(set(hashes)) == len(hashes), "a block is stored twice"
+        find = self.scheduler.kv.prefix_map.find_bytes
+        assert all(find(block_hash) == block_id for block_hash, block_id in stores), "what is stored is not indexed"
+        self.device.store(stores)
 
     def _check_order_of_eviction(self) -> None:
         """What is cached goes after what is not, and under LRU a block goes before the one it continues (INV-23)."""
@@ -369,7 +392,11 @@ class _World:
         else:
             # Blocks that another pin holds already are not more.
             assert self.control.num_pinned_blocks <= self.control.max_pinned_blocks
-            assert (pinned[1] if pinned else 0) == self.control.cached_blocks(name)
+            num_pinned = pinned[1] if pinned else 0
+            assert num_pinned <= self.control.cached_blocks(name)
+            assert num_pinned == self.control.cached_blocks(name) or (
+                self.tier is not None and self.scheduler.num_in_flight_steps
+            )
 
     def _add(self, add: Add) -> None:
         prompt = self._prompt(add)
@@ -505,6 +532,11 @@ class _World:
         counts["hit tokens of several groups"] = scheduler.prefix_hit_tokens * (scheduler.kv.more is not None)
         counts["copies"] = self.device.num_copies
         counts["spoiled"] = self.device.num_spoiled
+        counts["loaded tokens"] = scheduler.num_external_hit_tokens
+        counts["lost blocks"] = self.device.num_lost
+        counts["preempted for lost blocks"] = scheduler.num_load_preemptions_total
+        assert scheduler.num_external_query_tokens >= scheduler.num_external_hit_tokens
+        assert scheduler.num_lost_blocks == self.device.num_lost or self.is_over
 
 
 def _no_stats() -> EngineStats:
