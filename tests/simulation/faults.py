@@ -41,14 +41,14 @@ FAULTS = (
     Fault(
         "keep the map entry of a block that is taken",
         "fastcore/prefix_map.pyx",
-        "            if blocks[at].flags & HASHED:\n",
-        "            if False:\n",
+        "                if not blocks[at].flags & HASHED:\n",
+        "                if True:\n",
     ),
     Fault(
         "hash without the parent",
         "fastcore/block_hash.pyx",
-        "&self.root if i == 0 else &hashes[i - 1],",
-        "&self.root,",
+        "parent = &self.root.word[0] if i == 0 else own - 2",
+        "parent = &self.root.word[0]",
     ),
     Fault(
         "release the shallowest block first",
@@ -83,8 +83,8 @@ FAULTS = (
     Fault(
         "free a block that has another owner",
         "fastcore/block_pool.pyx",
-        "            if block.num_refs == 0:\n                self.enlist",
-        "            if block.num_refs <= 1:\n                self.enlist",
+        "            if block.num_refs == 0:\n                num_returned",
+        "            if block.num_refs <= 1:\n                num_returned",
     ),
     Fault(
         "leave a block that is hit in the free list",
@@ -101,8 +101,9 @@ FAULTS = (
     Fault(
         "forget a returned block",
         "fastcore/block_pool.pyx",
-        "                self.enlist(ids[i])\n                num_returned += 1\n",
-        "                pass\n",
+        "                    join(blocks, last, sentinel(self))\n                    self.enlist(ids[i])\n"
+        "                    last = blocks[sentinel(self)].prev\n",
+        "                    num_returned -= 1\n",
     ),
     Fault(
         "admit after a preemption",
@@ -226,8 +227,8 @@ FAULTS = (
     Fault(
         "take the block beside a hit for the next hit",
         "fastcore/prefix_map.pyx",
-        "            and self.has_hash(block_id, hash)\n",
-        "",
+        "hash[0] != 0 and self.has_hash(block_id, hash)",
+        "hash[0] != 0",
     ),
     Fault(
         "let a sibling's copy cover the last token",
@@ -262,7 +263,7 @@ FAULTS = (
     Fault(
         "take a tenant's block for another's",
         "fastcore/kv_manager.pyx",
-        "return self.prefix_map.has_hash(block_id, &expected)",
+        "return self.prefix_map.has_hash(block_id, expected.word)",
         "return True",
     ),
     Fault(
