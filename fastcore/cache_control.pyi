@@ -1,21 +1,41 @@
 """What an operator does to the prefix cache by name."""
 
-from typing import final
+from collections.abc import Sequence
+from typing import Protocol, final
 
+from aioengine.fastcore.block_facts import BlockFacts
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 
+class KeptBlocks(Protocol):
+    """What keeps blocks outside the pool, as far as it is governed. Below a block is what was computed after it."""
+
+    def num_matched(self, block_hashes: list[bytes], /) -> int:
+        """How many of these blocks, from the first on without a gap, are kept."""
+    def children_of(self, block_hash: bytes | None, /) -> Sequence[BlockFacts]:
+        """The kept blocks that follow a block; first blocks of None."""
+    def forget(self, roots: list[bytes], /) -> int:
+        """Drops these blocks and all below them, whether they are kept themselves or not; returns how many."""
+    def clear(self) -> int:
+        """Drops everything; returns how many blocks."""
+
 @final
 class CacheControl:
-    """Evicts, bars, pins and resets between the steps of a scheduler that caches prefixes."""
+    """Evicts, bars, pins and resets between the steps of a scheduler that caches prefixes.
+
+    Args:
+        connector: keeps blocks outside the pool, which go when theirs go.
+    """
 
     pins: dict[str, list[int]]
     """Blocks per pin, the first one of the prefix first; only this object changes it."""
 
-    def __init__(self, scheduler: Scheduler) -> None: ...
+    def __init__(self, scheduler: Scheduler, connector: KeptBlocks | None = None) -> None: ...
     def cached_blocks(self, name: NamedPrefix) -> int:
         """Full blocks of the named prefix that a request would hit: cached, from its beginning to the first gap."""
+    def loadable_blocks(self, name: NamedPrefix) -> int:
+        """Full blocks of the named prefix that the connector keeps behind those in the pool, to the first gap."""
     def whole_blocks(self, name: NamedPrefix) -> int:
         """As many as can be cached of a prefix: what fills whole blocks of every KV group."""
     def evict(self, name: NamedPrefix, *, require_exact: bool = False) -> tuple[bool, int, int, int, int] | None:

@@ -2,18 +2,26 @@
 
 Owns the pins. Everything else it does through the records that are there: what is evicted leaves the prefix map
 with all that was computed after it; requests that run on such blocks go on, but neither they nor those blocks
-are offered to the map again. The engine's `cache_admin` is the only caller and keeps the books.
+are offered to the map again. What a connector keeps of such a prefix outside the pool goes with it. The engine's
+`cache_admin` is the only caller and keeps the books.
 """
 import cython
+
+from libc.string cimport memcmp
 
 from aioengine.fastcore.block_pool cimport NULL_BLOCK
 from aioengine.fastcore.prefix_tree cimport ROOT, lane_of
 
+cdef enum:
+    HOLDS_NOT = 0
+    HOLDS = 1
+    MAY_HOLD = 2
+
 
 @cython.final
 cdef class CacheControl:
-    def __cinit__(self, Scheduler scheduler not None):
-        self.scheduler, self.kv = scheduler, scheduler.kv
+    def __cinit__(self, Scheduler scheduler not None, connector=None):
+        self.scheduler, self.kv, self.connector = scheduler, scheduler.kv, connector
         self.pins = {}
 
     # ---- looking ----
@@ -21,6 +29,23 @@ cdef class CacheControl:
     def cached_blocks(self, NamedPrefix name not None):
         """Full blocks of the named prefix that a request would hit: cached, up to the first gap."""
         return len(self.hit_of(name, []))
+
+    def loadable_blocks(self, NamedPrefix name not None):
+        """Full blocks of the named prefix that a request could have loaded, behind those it would hit."""
+        cdef list found = []
+        cdef list hashes = []
+        cdef Hash parent = self.kv.hasher.root
+        cdef Hash current
+        cdef int32_t i
+        if self.connector is None:
+            return 0
+        self.walk(name, name.num_tokens // name.block_size, found)
+        for i in range(name.num_tokens // name.block_size):
+            name.hash_at(self.kv.hasher, i, parent.word, current.word)
+            parent = current
+            if i >= len(found):
+                hashes.append(self.kv.hasher.as_bytes(current.word))
+        return self.connector.num_matched(hashes) if hashes else 0
 
     def whole_blocks(self, NamedPrefix name not None):
         """As many as can be cached of a prefix: what fills whole blocks of every group."""
@@ -105,6 +130,56 @@ cdef class CacheControl:
             return False  # another tenant's
         return tail == without or not self.is_child(name, parent, block_id, without)
 
+    cdef list kept_roots_of_span(self, NamedPrefix name, bint* is_exact):
+        """Hashes of the blocks in which the span begins, among those that the connector keeps; as `roots_of_span`.
+
+        Of a name that fills the block the hash alone, whether it is there or not.
+        """
+        cdef list roots = []
+        cdef Hash parent = self.kv.hasher.root
+        cdef Hash current
+        cdef BlockFacts facts
+        cdef bytes before = None
+        cdef bytes tail
+        cdef int32_t i
+        cdef int found
+        is_exact[0] = True
+        if name.num_tokens == 0:
+            for facts in self.connector.children_of(None):
+                if facts.is_under(self.kv.hasher, name.tails.first):
+                    roots.append(facts.block_hash)
+            return roots
+        for i in range(min(name.span_block + 1, name.num_tokens // name.block_size)):
+            name.hash_at(self.kv.hasher, i, parent.word, current.word)
+            if i == name.span_block:
+                return [self.kv.hasher.as_bytes(current.word)]
+            parent = current
+            before = self.kv.hasher.as_bytes(current.word)
+        tail = name.tails.at(name.span_block, name.block_size)
+        for facts in self.connector.children_of(before):
+            found = self.holds_span(name, parent.word, facts, tail)
+            if found:
+                roots.append(facts.block_hash)
+            if found == MAY_HOLD:
+                is_exact[0] = False
+        return roots
+
+    cdef int holds_span(self, NamedPrefix name, const uint64_t* parent, BlockFacts facts, bytes tail) except -1:
+        """Whether a kept block behind the last full one of a name holds what is left of it; see `may_be_child`."""
+        cdef int32_t start = name.span_block * name.block_size
+        cdef bytes without = name.tails.later if facts.parent_hash is not None else name.tails.first
+        if facts.token_ids() == NULL:
+            return MAY_HOLD
+        if memcmp(facts.token_ids(), &name.tokens[start], (name.num_tokens - start) * sizeof(int32_t)) != 0:
+            return HOLDS_NOT
+        if facts.has_tail(self.kv.hasher, parent, tail):
+            return HOLDS
+        if facts.parent_hash is None and not facts.is_under(self.kv.hasher, without):
+            return HOLDS_NOT  # another tenant's
+        if tail != without and facts.has_tail(self.kv.hasher, parent, without):
+            return HOLDS_NOT
+        return MAY_HOLD
+
     cdef list below(self, int32_t block_id):
         """A cached block and all cached after it."""
         cdef list found = [block_id]
@@ -121,10 +196,15 @@ cdef class CacheControl:
         None if it cannot be done, or not exactly and has to be; then nothing changes.
         """
         cdef bint is_exact
+        cdef bint are_kept_exact = True
         cdef list roots = self.roots_of_span(name, &is_exact)
+        cdef list kept = []
         cdef set gone = set()
         cdef int num_broken, num_requests
         cdef int in_use = 0
+        if roots is not None and self.connector is not None:
+            kept = self.kept_roots_of_span(name, &are_kept_exact)
+            is_exact = is_exact and are_kept_exact
         if roots is None or (require_exact and not is_exact):
             return None
         for root in roots:
@@ -134,6 +214,8 @@ cdef class CacheControl:
             in_use += self.kv.pool.blocks[<int32_t> block_id].num_refs > 0
         for root in roots:
             self.kv.prefix_map.remove(root)
+        if kept:
+            self.connector.forget(kept)
         num_requests = self.keep_back(name)
         return is_exact, len(gone), in_use, num_requests, num_broken
 
@@ -256,7 +338,11 @@ cdef class CacheControl:
         if force:
             for pin_id in list(self.pins):
                 self.unpin(pin_id)
-        return num_cached if self.scheduler.reset_prefix_cache(force=force) else None
+        if not self.scheduler.reset_prefix_cache(force=force):
+            return None
+        if self.connector is not None:
+            self.connector.clear()
+        return num_cached
 
     def check(self):
         """Pins and the counts of pinned blocks agree."""
