@@ -23,6 +23,7 @@ from aioengine.fastcore.cache_control import CacheControl
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
+from aioengine.kv_connector import KVConnector
 from aioengine.types import CacheReply, CacheStats, CacheStatus, Prompt
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class CacheAdmin:
     Args:
         render: token ids of a prompt, as for a request.
         compute: computes a prompt for the cache alone; returns when that is done.
+        connector: keeps blocks outside the pool; what is evicted goes there, too.
         wake: called when blocks may have become free.
         clock: measures leases.
         wall_clock: dates audit records.
@@ -57,12 +59,14 @@ class CacheAdmin:
         render: Callable[..., Awaitable[list[int]]],
         compute: Callable[[list[int], str | None], Awaitable[None]],
         *,
+        connector: KVConnector | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._scheduler = scheduler
-        self._control = CacheControl(scheduler)
+        self._connector = connector
+        self._control = CacheControl(scheduler, connector)
         self._render = render
         self._compute = compute
         self._wake = wake
@@ -148,6 +152,7 @@ class CacheAdmin:
     def _evict(
         self, action: str, name: NamedPrefix, cache_salt: str | None, start: int | None, require_exact: bool
     ) -> CacheReply:
+        before = self._num_offloaded()
         done = self._control.evict(name, require_exact=require_exact) if self._is_on else None
         facts = {"start": start, **self._facts(name, cache_salt)}
         if done is None:
@@ -160,6 +165,7 @@ class CacheAdmin:
             reason=None if is_exact else f"{INEXACT}: every block that continues the same prefix was evicted",
             note=_rest_note(facts["num_cached_tokens"]) if start is None else None,
             num_blocks=num_blocks,
+            num_offloaded_blocks=before - self._num_offloaded(),
             num_blocks_in_use=num_in_use,
             num_requests=num_requests,
             num_pins_broken=num_broken,
@@ -187,7 +193,7 @@ class CacheAdmin:
         """
         if not self._is_on:
             return self._book("reset", "refused", reason=OFF)
-        num_requests, num_pins = self._scheduler.num_running, len(self._control.pins)
+        num_requests, num_pins, before = self._scheduler.num_running, len(self._control.pins), self._num_offloaded()
         num_blocks = self._control.reset(force=force)
         if num_blocks is None:
             reason = f"blocks are in use by {num_requests} running requests and {num_pins} pins; force ends that"
@@ -198,6 +204,7 @@ class CacheAdmin:
             "reset",
             "exact",
             num_blocks=num_blocks,
+            num_offloaded_blocks=before - self._num_offloaded(),
             num_requests=num_requests if force else 0,
             num_pins_broken=broken,
         )
@@ -348,6 +355,7 @@ class CacheAdmin:
             num_free_blocks=kv.pool.num_free,
             num_cached_blocks=kv.prefix_map.num_entries,
             num_evicted_blocks=kv.num_evicted_blocks,
+            num_offloaded_blocks=self._num_offloaded(),
             num_pinned_blocks=control.num_pinned_blocks,
             max_pinned_blocks=control.max_pinned_blocks,
             num_quarantined=control.num_barred,
@@ -401,8 +409,13 @@ class CacheAdmin:
 
     def _facts(self, name: NamedPrefix, cache_salt: str | None) -> dict[str, Any]:
         """What every reply about a prefix says of it, as it is now."""
-        num_cached = self._control.cached_blocks(name) * name.block_size if self._is_on else 0
-        return {"cache_salt": cache_salt, "num_tokens": name.num_tokens, "num_cached_tokens": num_cached}
+        num_cached = self._control.cached_blocks(name) + self._control.loadable_blocks(name) if self._is_on else 0
+        num_tokens = num_cached * name.block_size
+        return {"cache_salt": cache_salt, "num_tokens": name.num_tokens, "num_cached_tokens": num_tokens}
+
+    def _num_offloaded(self) -> int:
+        """Blocks that are kept outside the pool."""
+        return 0 if self._connector is None else self._connector.stats().num_blocks
 
     def _book(self, action: str, status: CacheStatus, **facts: Any) -> CacheReply:
         """Writes the reply of an operation down and returns it."""

@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 from aioengine.errors import InvalidConfig
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CaptureTime = Literal["never", "first use", "idle", "start"]
@@ -92,6 +93,12 @@ class CacheConfig:
         None, "Size of the KV pool in bytes; by default 512 MiB or one full context on a CPU, what is left on a GPU."
     )
     num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever the memory.")
+    kv_offloading_size: float | None = option(
+        None,
+        "Host memory in GiB, or with a unit, that keeps the KV of prefixes evicted from the pool, to be loaded instead "
+        "of computed again; by default there is none.",
+        metavar="GIB",
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of stored keys and values; auto is the type of the activations."
     )
@@ -304,6 +311,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_gpu_blocks_override": (2, 2**31 - 1),
+    "kv_offloading_size": (1e-6, 2**20),
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**16),
     "priority_ageing_s": (0, 86400),
@@ -397,6 +405,8 @@ class ResolvedConfig:
     pool_option: str
     """The option that sizes the KV pool, or would."""
     block_size: int
+    kv_offloading_bytes: int
+    """Host memory behind the KV pool; 0 for none."""
     hybrid_kv_cache: bool
     """Layers with a window keep no more than it, where others keep everything."""
     max_num_batched_tokens: int
@@ -498,6 +508,7 @@ def resolve(
         is_max_model_len_given=config.model.max_model_len is not None,
         pool_option=_pool_option(config.cache, on_cpu),
         block_size=config.cache.block_size,
+        kv_offloading_bytes=_kv_offloading_bytes(config),
         hybrid_kv_cache=not config.cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -519,6 +530,25 @@ def _pool_option(cache: CacheConfig, on_cpu: bool) -> str:
         if getattr(cache, name) is not None:
             return name
     return "kv_cache_memory_bytes" if on_cpu else "gpu_memory_utilization"
+
+
+def _kv_offloading_bytes(config: EngineConfig) -> int:
+    size = config.cache.kv_offloading_size
+    if size is None:
+        return 0
+    for is_off, reason in (
+        (not config.cache.enable_prefix_caching, "keeps cached prefixes, and prefix caching is off"),
+        (
+            config.runtime.determinism == "offline",
+            "loads what steps of another shape computed, and determinism=offline promises the same steps for the same "
+            "calls",
+        ),
+    ):
+        if is_off:
+            raise InvalidConfig(
+                f"kv_offloading_size={size:g} {reason}; leave one of them out", param="kv_offloading_size"
+            )
+    return int(size * GIB)
 
 
 def _check_cpu_types(dtype: Dtype, kv_cache_dtype: Dtype) -> None:

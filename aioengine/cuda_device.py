@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from aioengine.config import CacheConfig, ResolvedConfig
+from aioengine.cuda_pages import CudaPages, staging_bytes
 from aioengine.cuda_runner import CudaRunner
 from aioengine.device import (
     EagerForward,
@@ -27,6 +28,7 @@ from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native, step_buffer
 from aioengine.graphs import StepForward, token_buckets
 from aioengine.kernels.jit import unavailable_reason
+from aioengine.kv_host_tier import KVHostTier, num_host_blocks
 from aioengine.kv_layout import KVLayout
 from aioengine.layers.ops_cuda import CudaOps
 from aioengine.model_spec import ModelSpec
@@ -113,7 +115,7 @@ def make_cuda_runner(
     """Profiles the largest step, gives the KV pool what is left, captures the decode graphs.
 
     Raises:
-        InvalidConfig: the pool would not hold one request of `max_model_len`.
+        InvalidConfig: the pool would not hold one request of `max_model_len`, or there is no memory for the host tier.
     """
     torch.cuda.synchronize(device.device)  # weights were filled on the default stream
     max_in_flight = 2 if resolved.async_scheduling else 1
@@ -145,11 +147,13 @@ def make_cuda_runner(
         num_blocks = cache.num_gpu_blocks_override or _num_blocks(spec, layout, forward, resolved, cache, device)
         resolved = limit_context(resolved, layout.longest_request(num_blocks - 1))
         kv_caches[:] = device.allocate_kv_cache(layout, num_blocks)
+        connector = _host_tier(layout, resolved, kv_caches, device)
     memory = MemoryReport(
         weights_bytes=weights_bytes,
         layout=layout,
         num_blocks=num_blocks,
         max_model_len=resolved.max_model_len,
+        num_host_blocks=num_host_blocks(layout, resolved),
     )
     logger.info(
         "attention: paged Triton kernel%s",
@@ -167,9 +171,22 @@ def make_cuda_runner(
         max_chunk=min(resolved.max_num_batched_tokens, resolved.max_model_len),
         poll_us=resolved.completion_poll_us,
         capture=resolved.graph_capture,
+        connector=connector,
     )
     runner.warm_up()
     return runner
+
+
+def _host_tier(
+    layout: KVLayout, resolved: ResolvedConfig, kv_caches: Sequence[torch.Tensor], device: CudaDevice
+) -> KVHostTier | None:
+    """The tier that was asked for, its kernels compiled."""
+    num_slots = num_host_blocks(layout, resolved)
+    if not num_slots:
+        return None
+    pages = CudaPages(layout, num_slots, kv_caches, device.stream)
+    pages.warm_up()
+    return KVHostTier(pages, num_slots)
 
 
 def check_attention(backend: str, cudnn_refusal: str | None) -> None:
@@ -216,7 +233,8 @@ def _num_blocks(
         gathered = 3 * resolved.max_model_len * spec.num_kv_heads * 2 * spec.head_dim * device.dtype.itemsize
         allowed = int(total * cache.gpu_memory_utilization)
         # Captured graphs keep the activations of the largest step once more, in a pool of their own.
-        pool_bytes = allowed - others - peak - (peak - before) - gathered - GRAPH_RESERVE_BYTES
+        staged = staging_bytes(layout, num_host_blocks(layout, resolved))
+        pool_bytes = allowed - others - peak - (peak - before) - gathered - staged - GRAPH_RESERVE_BYTES
     num_blocks = min(pool_bytes // layout.block_bytes, most_blocks(layout))
     if num_blocks < 2:
         raise InvalidConfig(

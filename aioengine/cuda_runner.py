@@ -26,6 +26,7 @@ from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.graphs import StepFacts, StepForward, StepOutput
 from aioengine.kernels.choose import DrawTable
+from aioengine.kv_connector import KVConnector, Store
 from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
 from aioengine.sampler import NOT_FINITE, OK, PendingLogprobs, RowLogprobs, Sampler, SamplingPlan
 
@@ -75,6 +76,7 @@ class _Pending:
     num_samples: int
     sample_plan_rows: np.typing.NDArray[np.int32]
     logprobs: PendingLogprobs | None
+    lost_blocks: Sequence[int] = ()
     prompt_scores: list[_PromptScores] = field(default_factory=list)
 
 
@@ -86,6 +88,8 @@ class CudaRunner:
         max_chunk: most prompt tokens of one request in a step.
         poll_us: how long a step that is due is asked for, see `CompletionWatch`.
         capture: when graphs are captured that no step has needed yet.
+        connector: keeps blocks outside the pool; its loads are enqueued eagerly in front of a step, its stores
+            between two steps, so that no graph knows of them. Closed with the runner.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class CudaRunner:
         max_chunk: int,
         poll_us: int = 0,
         capture: CaptureTime = "first use",
+        connector: KVConnector | None = None,
     ) -> None:
         self.memory = memory
+        self.connector = connector
         self._model: Model | None = model
         self._forward: StepForward | None = forward
         self._device = device
@@ -200,6 +206,15 @@ class CudaRunner:
                 done.set_exception(_dead(error))
         return done
 
+    def store(self, work: Store) -> None:
+        if self._is_closed or self._failure is not None:
+            return
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._compute):
+                work()
+        except Exception as error:
+            self._fail(error)
+
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -210,6 +225,8 @@ class CudaRunner:
                 self._compute.synchronize()
                 self._side.synchronize()
             self._completion.close()
+            if self.connector is not None:
+                self.connector.close()
             if self._forward is not None:
                 self._forward.close()
             self._forward = self._model = self._sampler = self._idle_work = None
@@ -246,11 +263,12 @@ class CudaRunner:
                 column.numpy()[:] = values
             forward.draws.copy_(slot.draws)
 
+        lost_blocks = self.connector.load(plan.loads)() if self.connector is not None and plan.loads else ()
         facts = StepFacts.of(plan.buffer)
         num_samples = facts.num_samples
         choice = sampler.choice(facts.sample_rows, facts.sample_num_outputs)
         output = forward.run(facts, choice=choice)
-        pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None)
+        pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None, lost_blocks)
         if num_samples:
             if not output.has_chosen:
                 inputs, size = output.inputs, forward.sample_size(num_samples)
@@ -352,7 +370,7 @@ class CudaRunner:
 def _read(pending: _Pending) -> StepResult:
     """The result of a step whose copies have arrived."""
     token_ids, status = pending.slot.host_packed.numpy()[:, : pending.num_samples].copy()
-    result = StepResult(token_ids)
+    result = StepResult(token_ids, lost_blocks=pending.lost_blocks)
     if status.any():
         rows = pending.sample_plan_rows
         result.failures = {int(rows[i]): FAILURES[int(status[i])] for i in np.flatnonzero(status != OK)}

@@ -50,6 +50,8 @@ class MemoryReport:
     num_blocks: int
     """Blocks of the pool, the null block included."""
     max_model_len: int
+    num_host_blocks: int = 0
+    """Blocks that fit the tier of host memory behind the pool."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -60,6 +62,16 @@ class MemoryReport:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers."""
         return self.layout.bytes_per_token
+
+    @property
+    def host_bytes(self) -> int:
+        """The host tier. On a CPU untouched blocks occupy no memory yet."""
+        return self.num_host_blocks * self.layout.block_bytes
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Tokens whose KV fits the host tier."""
+        return self.num_host_blocks * self.layout.block_size
 
     @property
     def kv_groups(self) -> str | None:

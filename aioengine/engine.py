@@ -23,6 +23,7 @@ from aioengine.determinism import DECLARED, check_demand
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import ChatOptions, Intake, PreparedRequest
+from aioengine.kv_connector import StoreFeed
 from aioengine.kv_events import KVEvents
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
@@ -187,6 +188,7 @@ class AsyncEngine:
             enable_partial_block_reuse=reuses_partial_blocks,
             eviction_policy=config.cache.eviction_policy,
             context_cost=parts.spec.context_cost,
+            kv_connector=parts.runner.connector,
         )
         self._intake = Intake(
             parts.tokenizer,
@@ -200,6 +202,8 @@ class AsyncEngine:
         )
         self._metrics = EngineMetrics(self.stats, parts.served_name)
         self._events = KVEvents.start(config.cache, self._scheduler.kv)
+        connector = parts.runner.connector
+        self._stores = None if connector is None else StoreFeed(self._scheduler, connector, parts.runner.store)
         self._live = LiveRequests(
             self._scheduler,
             self._metrics,
@@ -210,14 +214,14 @@ class AsyncEngine:
         self._steps = StepLoop(
             self._scheduler,
             parts.runner,
-            self._live.settle if self._events is None else self._settle_and_publish,
+            self._live.settle if self._events is None and self._stores is None else self._settle_and_pass_on,
             observe_step_s=self._metrics.step_time.observe,
             max_in_flight=max_in_flight,
             use_idle_time=parts.runner.use_idle_time,
         )
         self._lag = LagMonitor(self._metrics, self._scheduler.has_work)
         wake = self._steps.wake if self._events is None else self._wake_and_publish
-        self._cache = CacheAdmin(self._scheduler, self.render, self._prewarm, wake=wake)
+        self._cache = CacheAdmin(self._scheduler, self.render, self._prewarm, connector=connector, wake=wake)
         self.model = ModelInfo(
             name=parts.served_name,
             architecture=parts.spec.architecture,
@@ -466,10 +470,13 @@ class AsyncEngine:
         self._check_started()
         return self._events
 
-    def _settle_and_publish(self, plan: StepPlan, result: StepResult) -> None:
+    def _settle_and_pass_on(self, plan: StepPlan, result: StepResult) -> None:
+        """Settles a step; what it has cached is told to routers, and offered to the connector before the next one."""
         self._live.settle(plan, result)
-        assert self._events is not None
-        self._events.publish()
+        if self._events is not None:
+            self._events.publish()
+        if self._stores is not None:
+            self._stores.offer()
 
     def _wake_and_publish(self) -> None:
         self._steps.wake()
@@ -541,7 +548,7 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Queues, cache and counters at this moment."""
         self._check_started()
-        scheduler, metrics = self._scheduler, self._metrics
+        scheduler, metrics, connector = self._scheduler, self._metrics, self._loaded.runner.connector
         num_usable = scheduler.num_blocks - 1
         return EngineStats(
             num_running=scheduler.num_running,
@@ -555,6 +562,9 @@ class AsyncEngine:
             num_evicted_blocks=scheduler.kv.num_evicted_blocks,
             num_cached_blocks=scheduler.kv.prefix_map.num_entries,
             num_pinned_blocks=len(scheduler.kv.pin_counts),
+            external_queries_tokens=scheduler.num_external_query_tokens,
+            external_hit_tokens=scheduler.num_external_hit_tokens,
+            connector=None if connector is None else connector.stats(),
             num_preemptions=scheduler.num_preemptions_total,
             num_urgent_preemptions=scheduler.num_urgent_preemptions_total,
             num_steps=self._steps.num_steps,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from aioengine.checkpoint import Checkpoint, ModelSpec, tensor_shapes
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.device import Device, MemoryReport, cpu_num_blocks
+from aioengine.host_pages import CpuPages
+from aioengine.kv_host_tier import KVHostTier, num_host_blocks
 from aioengine.kv_layout import KVLayout
 from aioengine.layers.rotary import cos_sin_table
 from aioengine.models import Model, model_class
@@ -77,7 +79,7 @@ def make_runner(
     """Allocates the KV pool and starts the runner, which then owns the device.
 
     Raises:
-        InvalidConfig: the pool would be too small for a single block.
+        InvalidConfig: the pool would be too small for a single block, or there is no memory for the host tier.
     """
     spec = loaded.spec
     if resolved.device == "cuda":
@@ -86,21 +88,25 @@ def make_runner(
         assert isinstance(device, CudaDevice)
         return make_cuda_runner(loaded.model, spec, loaded.weights_bytes, layout, resolved, cache, device)
     num_blocks = cpu_num_blocks(layout, resolved, cache, device.available_bytes())
+    num_slots = num_host_blocks(layout, resolved)
     memory = MemoryReport(
         weights_bytes=loaded.weights_bytes,
         layout=layout,
         num_blocks=num_blocks,
         max_model_len=resolved.max_model_len,
+        num_host_blocks=num_slots,
     )
+    kv_caches = device.allocate_kv_cache(layout, num_blocks)
     runner = CpuRunner(
         loaded.model,
         device,
-        device.allocate_kv_cache(layout, num_blocks),
+        kv_caches,
         memory,
         vocab_size=spec.vocab_size,
         max_num_seqs=resolved.max_num_seqs,
         max_num_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
+        connector=KVHostTier(CpuPages(layout, num_slots, kv_caches), num_slots) if num_slots else None,
     )
     runner.warm_up()
     return runner

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from aioengine.kv_connector import ConnectorStats
+
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
@@ -73,6 +75,12 @@ class EngineStats:
     num_cached_blocks: int
     """Blocks that a request could hit."""
     num_pinned_blocks: int
+    external_queries_tokens: int
+    """Tokens that the pool's cache did not have and a connector was asked for."""
+    external_hit_tokens: int
+    """How many of those were loaded."""
+    connector: ConnectorStats | None
+    """Blocks kept outside the pool, in host memory; None if none are."""
     num_preemptions: int
     num_urgent_preemptions: int
     """Those of them that made way for a more important request that waited."""
@@ -137,6 +145,8 @@ class EngineMetrics:
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", hit)
         yield self._gauge("prefix_cache_blocks", "KV blocks that a request could hit", stats.num_cached_blocks)
         yield self._gauge("kv_cache_pinned_blocks", "KV blocks with a pin or lease", stats.num_pinned_blocks)
+        if stats.connector is not None:
+            yield from self._connector(stats, stats.connector)
         evicted = stats.num_evicted_blocks
         yield self._counter("prefix_cache_evicted_blocks", "Cached KV blocks that had to make room", evicted)
         yield self._counter("num_preemptions", "Requests preempted, to be recomputed", stats.num_preemptions)
@@ -173,6 +183,20 @@ class EngineMetrics:
         info = GaugeMetricFamily("aioengine_model_info", "The model served", labels=["model_name"])
         info.add_metric([self._model_name], 1)
         yield info
+
+    def _connector(self, stats: EngineStats, kept: ConnectorStats) -> Iterator[Metric]:
+        """What a connector keeps, where there is one."""
+        queried, hit = stats.external_queries_tokens, stats.external_hit_tokens
+        yield self._counter("external_prefix_cache_queries", "Prompt tokens looked up outside the KV pool", queried)
+        yield self._counter("external_prefix_cache_hits", "Prompt tokens loaded from outside the KV pool", hit)
+        usage = kept.num_blocks / kept.max_blocks
+        yield self._gauge("kv_offload_usage_perc", "Share of the memory behind the KV pool in use, 0 to 1", usage)
+        for name, help, value in (
+            ("stored", "KV blocks copied from the pool to the memory behind it", kept.num_stored_blocks),
+            ("loaded", "KV blocks copied back into the pool", kept.num_loaded_blocks),
+            ("evicted", "KV blocks that had to make room in the memory behind the pool", kept.num_evicted_blocks),
+        ):
+            yield self._counter(f"kv_offload_{name}_blocks", help, value)
 
     @staticmethod
     def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

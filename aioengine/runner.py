@@ -32,6 +32,7 @@ from aioengine.batch import HostRows, HostStep, PromptSpan, scored_rows
 from aioengine.device import Device, ForwardPass, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.kernels.block_copy import copy_blocks_ref
+from aioengine.kv_connector import KVConnector, Load, Store
 from aioengine.layers.context import AttentionMetadata, StepContext
 from aioengine.sampler import NOT_FINITE, NOTHING_ALLOWED, OK, RowLogprobs, Sampler, SamplingPlan
 
@@ -82,12 +83,22 @@ class Runner(Protocol):
     def polled_s(self) -> float:
         """Seconds that the loop was kept awake to ask the device whether a step has ended."""
 
+    @property
+    def connector(self) -> KVConnector | None:
+        """Keeps blocks outside the pool; None if nothing does."""
+
     def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """Starts a step after those launched before and returns at once.
+        """Starts a step after those launched before and returns at once. It begins with `plan.loads`, then come copies.
 
         Called on the loop's thread, right after the plan was made; the future belongs to the running loop and
         is resolved there. It fails with `EngineDead` if the device failed in this step or an earlier one, and
         with `EngineClosed` if the runner was closed first. The plan's buffer must stay as it is until then.
+        """
+
+    def store(self, work: Store) -> None:
+        """Does work of a connector behind the steps launched so far and before any later one; returns at once.
+
+        Called on the loop's thread. A device that fails in it fails the next step.
         """
 
     def use_idle_time(self) -> bool:
@@ -123,11 +134,16 @@ class _Launched:
     left_rows: list[int]
     joins: list[_Join]
     prompt_targets: dict[int, PromptTargets]
+    load: Load | None
     done: asyncio.Future[StepResult]
 
 
 class CpuRunner:
-    """Runs steps in one worker thread, which ends with `close()`, or when nobody holds the runner any more."""
+    """Runs steps in one worker thread, which ends with `close()`, or when nobody holds the runner any more.
+
+    Args:
+        connector: keeps blocks outside the pool; closed with the runner.
+    """
 
     polled_s = 0.0
 
@@ -142,8 +158,10 @@ class CpuRunner:
         max_num_seqs: int,
         max_num_tokens: int,
         max_model_len: int,
+        connector: KVConnector | None = None,
     ) -> None:
         self.memory = memory
+        self.connector = connector
         max_blocks = -(-max_model_len // memory.layout.block_size)
         work = _StepWork(
             model,
@@ -154,7 +172,7 @@ class CpuRunner:
             HostRows(max_num_seqs, max_blocks, memory.layout.block_sizes),
             Sampler(vocab_size, max_num_seqs),
         )
-        self._worker = _Worker(work, device)
+        self._worker = _Worker(work, device, connector)
         self._worker.start()
         self._let_go = weakref.finalize(self, _Worker.end, self._worker)
         self._ended: asyncio.Future[None] | None = None
@@ -169,9 +187,14 @@ class CpuRunner:
             ids, prompt_len = request.token_ids(), request.num_prompt_tokens
             assert isinstance(request.sampling, SamplingPlan), request.sampling
             joins.append(_Join(request.row, request.sampling, ids[:prompt_len], ids[prompt_len:]))
-        launched = _Launched(plan.buffer, list(plan.left_rows), joins, prompt_targets(plan), done)
+        load = self.connector.load(plan.loads) if self.connector is not None and plan.loads else None
+        launched = _Launched(plan.buffer, list(plan.left_rows), joins, prompt_targets(plan), load, done)
         self._worker.queue.put(launched)
         return done
+
+    def store(self, work: Store) -> None:
+        if self._ended is None:
+            self._worker.queue.put(work)
 
     def use_idle_time(self) -> bool:
         return False
@@ -197,13 +220,14 @@ class CpuRunner:
 class _Worker:
     """The thread that runs steps. It does not hold the runner, only what it runs them with."""
 
-    def __init__(self, work: _StepWork, device: Device) -> None:
+    def __init__(self, work: _StepWork, device: Device, connector: KVConnector | None) -> None:
         self.work: _StepWork | None = work
-        self.queue: SimpleQueue[_Launched | None] = SimpleQueue()
+        self.queue: SimpleQueue[_Launched | Store | None] = SimpleQueue()
         self.is_closing = False
         """Steps not begun fail from now on."""
         self.on_end: asyncio.Future[None] | None = None
         self._device = device
+        self._connector = connector
         self._failure: str | None = None
         self._has_started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aioengine-cpu-runner", daemon=True)
@@ -230,9 +254,14 @@ class _Worker:
         torch.get_num_threads()  # makes the number this thread's own
         self._has_started.set()
         with torch.no_grad():
-            while (launched := self.queue.get()) is not None:
-                self._run_one(launched)
+            while (item := self.queue.get()) is not None:
+                if isinstance(item, _Launched):
+                    self._run_one(item)
+                else:
+                    self._store(item)
         self.work = None
+        if self._connector is not None:
+            self._connector.close()
         self._device.close()
         if self.on_end is not None:
             _tell(self.on_end, self.on_end.set_result, None)
@@ -249,12 +278,25 @@ class _Worker:
             try:
                 result = self.work.run(launched)
             except Exception as error:
-                # Logged here as text: the frames of a traceback would keep the model's memory.
-                logger.error("the device failed while running a step\n%s", traceback.format_exc())
-                self._failure = f"the device failed while running a step: {type(error).__name__}: {error}"
+                self._failure = self._failed("running a step", error)
                 _tell(done, done.set_exception, EngineDead(self._failure))
             else:
                 _tell(done, done.set_result, result)
+
+    def _store(self, work: Store) -> None:
+        """Keeps blocks outside the pool; a failure is told by the next step."""
+        if self.is_closing or self._failure is not None:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._failure = self._failed("storing KV blocks", error)
+
+    @staticmethod
+    def _failed(doing: str, error: Exception) -> str:
+        # Logged here as text: the frames of a traceback would keep the model's memory.
+        logger.error("the device failed while %s\n%s", doing, traceback.format_exc())
+        return f"the device failed while {doing}: {type(error).__name__}: {error}"
 
 
 def _tell(future: asyncio.Future[Any], settle: Callable[[Any], None], value: object) -> None:
@@ -286,6 +328,7 @@ class _StepWork:
         for join in launched.joins:
             self.sampler.join(join.row, join.sampling, join.prompt_ids, join.output_ids)
         step = self.rows.unpack(launched.buffer)
+        lost_blocks = launched.load() if launched.load is not None else ()
         if step.copies is not None:
             copy_blocks_ref(step.copies, self.kv_caches)
         hidden = self.forward(step.input_ids, step.positions, step.attention)
@@ -293,6 +336,7 @@ class _StepWork:
         result = self._sample(step, hidden, ctx)
         if step.prompt_spans:
             self._score_prompts(step.prompt_spans, launched.prompt_targets, hidden, ctx, result)
+        result.lost_blocks = lost_blocks
         return result
 
     def _sample(self, step: HostStep, hidden: torch.Tensor, ctx: StepContext) -> StepResult:

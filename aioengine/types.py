@@ -286,12 +286,14 @@ class CacheReply:
     start: int | None = None
     """First token of the span, where there is one."""
     num_cached_tokens: int = 0
-    """Tokens of the name that requests still hit afterwards, counted in whole blocks; partial-block reuse may find
-    some of the next block in another prefix."""
+    """Tokens of the name that requests still hit afterwards, or have loaded from the memory behind the pool, counted
+    in whole blocks; partial-block reuse may find some of the next block in another prefix."""
     num_held_tokens: int = 0
     """Tokens of the name that a pin or lease holds."""
     num_blocks: int = 0
     """Blocks evicted, pinned, let go or computed."""
+    num_offloaded_blocks: int = 0
+    """Blocks dropped from the memory behind the pool, where there is one."""
     num_blocks_in_use: int = 0
     """Of the evicted ones those that running requests still read; nobody else can hit them."""
     num_requests: int = 0
@@ -314,6 +316,8 @@ class CacheStats:
     num_cached_blocks: int
     num_evicted_blocks: int
     """Cached blocks that had to make room so far."""
+    num_offloaded_blocks: int
+    """Blocks in the memory behind the pool."""
     num_pinned_blocks: int
     max_pinned_blocks: int
     num_quarantined: int

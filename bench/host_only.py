@@ -34,6 +34,7 @@ class NullRunner(Runner):
     """Completes each step within `launch`; every sampled token is the same."""
 
     polled_s = 0.0
+    connector = None
 
     def __init__(self, memory: MemoryReport, token_id: int) -> None:
         self._memory = memory
@@ -49,6 +50,9 @@ class NullRunner(Runner):
         done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         done.set_result(StepResult(np.full(plan.num_samples, self._token_id, np.int32)))
         return done
+
+    def store(self, work: Callable[[], None]) -> None:
+        """Never asked for: there is no connector."""
 
     def use_idle_time(self) -> bool:
         """Nothing can wait."""

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from aioengine.cli.parser import SIZE_HELP, Parser, whole_number
+from aioengine.cli.parser import SIZE_HELP, Parser, gibibytes, whole_number
 from aioengine.config import (
     GROUPS,
     EngineConfig,
@@ -91,7 +91,7 @@ def _add_flag(
     else:
         kind = {int: "N", float: "X", str: "TEXT"}[inner]
         action = "append" if repeats else "store"
-        read = whole_number if inner is int else inner
+        read = gibibytes if metavar == "GIB" else whole_number if inner is int else inner
         section.add_argument(flag, type=read, metavar=metavar or kind, action=action, **options)
 
 

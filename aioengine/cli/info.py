@@ -26,6 +26,7 @@ from aioengine.config import EngineConfig, ResolvedConfig, resolve, usable_cores
 from aioengine.determinism import DECLARED
 from aioengine.device import available_memory_bytes, cpu_num_blocks, processor_name
 from aioengine.fastcore import native
+from aioengine.kv_host_tier import num_host_blocks
 from aioengine.kv_layout import layout_of
 from aioengine.startup import fit_context
 
@@ -129,6 +130,7 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_groups": str(layout),
         "num_kv_tokens": num_kv_tokens,
+        "num_host_tokens": num_host_blocks(layout, resolved) * layout.block_size,
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
@@ -164,6 +166,7 @@ def shown_facts(facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, object]
             "KV per token": f"{run['kv_bytes_per_token']} bytes ({run['kv_cache_dtype']})",
             "KV cache": run["kv_groups"],
             "KV tokens that fit": fits,
+            "host tier": f"{run['num_host_tokens']} tokens" if run["num_host_tokens"] else "none",
             "context": f"{run['max_model_len']} tokens per request",
             "batch": f"{run['max_num_seqs']} requests, {run['max_num_batched_tokens']} tokens per step",
             "determinism": "{level} ({reason})".format(**run["determinism"]),

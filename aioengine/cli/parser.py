@@ -18,8 +18,8 @@ _VLLM = """
 --disable-log-requests --disable-log-stats --disable-sliding-window --distributed-executor-backend
 --download-dir --enable-auto-tool-choice --enable-expert-parallel --enable-log-outputs --enable-log-requests
 --enable-lora --enable-prompt-embeds --guided-decoding-backend --hf-config-path --hf-overrides --hf-token
---kv-sharing-fast-prefill --kv-transfer-config --limit-mm-per-prompt --logits-processors --lora-modules
---max-cpu-loras --max-log-len --max-lora-rank --max-loras --max-parallel-loading-workers
+--kv-offloading-backend --kv-sharing-fast-prefill --kv-transfer-config --limit-mm-per-prompt --logits-processors
+--lora-modules --max-cpu-loras --max-log-len --max-lora-rank --max-loras --max-parallel-loading-workers
 --mm-processor-kwargs --model-impl --model-loader-extra-config --num-speculative-tokens --otlp-traces-endpoint
 --override-generation-config --pipeline-parallel-size --quantization --reasoning-parser --response-role
 --root-path --runner --skip-tokenizer-init --speculative-config --speculative-model --ssl-ca-certs
@@ -34,6 +34,7 @@ REMARKS = {
     "--disable-log-requests": "requests are logged with --log-level debug only",
     "--enable-log-requests": "--log-level debug logs requests",
     "--disable-log-stats": "--log-stats-interval-s 0 does that",
+    "--kv-offloading-backend": "--kv-offloading-size alone keeps evicted prefixes in host memory",
     "--quantization": "GGUF files stay quantized as they are, without a flag",
     "--trust-remote-code": "nothing that comes with a model is run",
 }
@@ -95,6 +96,19 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The end of an error: the closest of the known words, if one is close."""
     near = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def gibibytes(text: str) -> float:
+    """`8` or `0.5` (GiB), `512M` or `4g` (that many bytes, as in `whole_number`), in GiB.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        sized = _SIZE.fullmatch(text.strip())
+        return float(text) if sized is None else float(sized[1]) * _UNITS[sized[2]] / _UNITS["G"]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8 (GiB), 512M or 8G") from None
 
 
 def whole_number(text: str) -> int:

@@ -19,6 +19,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
     stages = {"imports": imports_s, **engine.startup_timings}
     groups = f"{memory.kv_groups}; " if memory.kv_groups else ""
     pool = f"{mebibytes(memory.kv_cache_bytes)}, {resolved.kv_cache_dtype}"
+    tier = f"{memory.num_host_tokens} tokens fit ({mebibytes(memory.host_bytes)})"
     place = f"{resolved.device}, {resolved.num_threads} threads" if resolved.device == "cpu" else resolved.device
     rows = {
         "URL": f"{url}/v1",
@@ -26,6 +27,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
         "device": f"{place}, {resolved.dtype}",
         "context": f"{resolved.max_model_len} tokens per request",
         "KV cache": f"{groups}{memory.num_kv_tokens} tokens fit ({pool})",
+        **({"host tier": tier} if memory.num_host_blocks else {}),
         "weights": mebibytes(memory.weights_bytes),
         "batch": f"{resolved.max_num_seqs} requests, {resolved.max_num_batched_tokens} tokens per step",
         "sampling": sampling_line(engine),

@@ -107,6 +107,43 @@ async def test_a_tenant_leaves_and_answers_stay(client: httpx.AsyncClient) -> No
     assert [(await complete(client, FIRST, cache_salt="a"))[1] for _ in range(2)] == [0, 80]
 
 
+async def test_what_is_evicted_quarantined_or_reset_leaves_host_memory_too(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV-70 over HTTP: the pool is too small to keep anything; what is hit was loaded from the tier."""
+    for name in ("AIOENGINE_API_KEY", "AIOENGINE_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"num_gpu_blocks_override": 15, "kv_offloading_size": 0.01}
+    async with (
+        make_engine(**options) as engine,
+        running_server(engine, log_level="warning", **ADMIN) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=120) as client,
+    ):
+
+        async def after_flood(prompt: str) -> tuple[str, int]:
+            for n in range(3):
+                await complete(client, f"{n} a flood that fills half of the pool and shares nothing with anybody {n}")
+            return await complete(client, prompt)
+
+        texts = [(await complete(client, prompt))[0] for prompt in (FIRST, SECOND)]
+        assert [await after_flood(prompt) for prompt in (FIRST, SECOND)] == [(text, 80) for text in texts]
+        await after_flood("nothing")
+        reply = await govern(client, "evict", prompt=FIRST, start=len(SYSTEM), require_exact=True)
+        assert (reply["status"], reply["num_blocks"], reply["num_offloaded_blocks"]) == ("exact", 0, 2)
+        assert (reply["num_tokens"], reply["num_cached_tokens"]) == (len(FIRST), 48)
+        assert [await after_flood(prompt) for prompt in (FIRST, SECOND)] == [(texts[0], 48), (texts[1], 80)]
+        assert await after_flood(FIRST) == (texts[0], 80)
+        assert (await govern(client, "quarantine", prompt=FIRST, start=0))["num_offloaded_blocks"] > 5  # SECOND's too
+        for _ in range(2):
+            assert await after_flood(FIRST) == (texts[0], 0)
+        assert (await govern(client, "lift", prompt=FIRST, start=0))["status"] == "exact"
+        assert [await after_flood(FIRST) for _ in range(2)] == [(texts[0], 0), (texts[0], 80)]
+        stats = (await client.get("/admin/cache/stats", headers=KEY)).json()
+        reply = await govern(client, "reset")
+        assert (reply["status"], reply["num_offloaded_blocks"]) == ("exact", stats["num_offloaded_blocks"])
+        assert await complete(client, FIRST) == (texts[0], 0)
+
+
 async def test_prewarm_pin_lease_and_unpin(client: httpx.AsyncClient) -> None:
     refused = await govern(client, "pin", prompt=FIRST)
     assert refused["status"] == "refused" and "prewarm it first" in refused["reason"]

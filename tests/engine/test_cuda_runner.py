@@ -396,8 +396,7 @@ def gpu_config(folder: str, **options: object) -> EngineConfig:
         dtype="float16",
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        num_gpu_blocks_override=200,
-        **options,
+        **{"num_gpu_blocks_override": 200, **options},
     )
 
 
