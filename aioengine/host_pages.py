@@ -17,25 +17,39 @@ from aioengine.errors import InvalidConfig
 from aioengine.kv_layout import KVLayout
 
 
-def allocate_slots(layout: KVLayout, num_slots: int, dtype: torch.dtype, promised_bytes: int = 0) -> torch.Tensor:
-    """Memory of so many slots, [num_slots, num_layers, page]; it is occupied when it is written.
-
+def check_host_memory(num_bytes: int, promised_bytes: int = 0) -> None:
+    """
     Args:
         promised_bytes: what others have allocated and not written yet.
 
     Raises:
-        InvalidConfig: the machine has not so much memory left.
+        InvalidConfig: the machine has not so much memory left for a host tier.
+    """
+    available = max(0, available_memory_bytes() - promised_bytes)
+    if num_bytes > available:
+        raise InvalidConfig(
+            f"kv_offloading_size: {num_bytes >> 20} MiB of host memory cannot be had, {available >> 20} MiB are free; "
+            "lower --kv-offloading-size",
+            param="kv_offloading_size",
+        )
+
+
+def allocate_slots(layout: KVLayout, num_slots: int, dtype: torch.dtype, promised_bytes: int = 0) -> torch.Tensor:
+    """Memory of so many slots, [num_slots, num_layers, page]; it is occupied when it is written.
+
+    Raises:
+        InvalidConfig: as `check_host_memory`, or the system refuses.
     """
     num_bytes = num_slots * layout.block_bytes
-    shape = (num_slots, layout.num_tensors, layout.block_bytes // layout.num_tensors)
-    available = max(0, available_memory_bytes() - promised_bytes)
-    refusal = f"{num_bytes >> 20} MiB of host memory cannot be had, {available >> 20} MiB are free"
-    if num_bytes <= available:
-        try:
-            return torch.empty(shape, dtype=torch.uint8).view(dtype)
-        except RuntimeError:
-            refusal = f"{num_bytes >> 20} MiB of host memory cannot be had"
-    raise InvalidConfig(f"kv_offloading_size: {refusal}; lower --kv-offloading-size", param="kv_offloading_size")
+    check_host_memory(num_bytes, promised_bytes)
+    try:
+        shape = (num_slots, layout.num_tensors, layout.block_bytes // layout.num_tensors)
+        return torch.empty(shape, dtype=torch.uint8).view(dtype)
+    except RuntimeError:
+        raise InvalidConfig(
+            f"kv_offloading_size: the system refuses {num_bytes >> 20} MiB of host memory; lower --kv-offloading-size",
+            param="kv_offloading_size",
+        ) from None
 
 
 def layer_pages(kv_caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

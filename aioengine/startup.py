@@ -181,12 +181,14 @@ def load_parts(
         num_cores=usable_cores(),
     )
     from aioengine.device import asked_blocks, available_memory_bytes, create_device  # these need torch, see above
+    from aioengine.host_pages import check_host_memory
     from aioengine.kv_host_tier import num_host_blocks
     from aioengine.kv_layout import layout_of
     from aioengine.loader import load_model, make_runner
 
     layout = layout_of(checkpoint.config, resolved)
-    num_host_blocks(layout, resolved)  # a size or a model that cannot work costs no loading
+    # A tier that this model or this machine cannot have costs no loading.
+    check_host_memory(num_host_blocks(layout, resolved) * layout.block_bytes)
     if resolved.device == "cpu":
         resolved = fit_context(config, resolved, layout, available_memory_bytes())
     else:  # how much a GPU has left is known only after its profile run; whether what was asked for can be, now

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aioengine import loader
 from aioengine.cli.info import collect_facts, shown_facts
 from aioengine.cli.startup_report import startup_report
 from aioengine.config import ServerConfig
@@ -251,8 +252,11 @@ async def test_closing_gives_the_memory_back(make_engine: MakeEngine) -> None:
     assert tier.stats().num_blocks == 0
 
 
-async def test_what_does_not_fit_is_refused_before_loading(make_engine: MakeEngine) -> None:
-    for size, message in [(1e-6, "holds no block"), (2**20, "cannot be had")]:
+async def test_what_does_not_fit_is_refused_before_loading(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "load_model", lambda *_: pytest.fail("weights are loaded"))
+    for size, message in [(1e-6, "holds no block"), (2**20, "1073741824 MiB of host memory cannot be had")]:
         with pytest.raises(InvalidConfig, match=message):
             async with make_engine(kv_offloading_size=size):
                 pass
