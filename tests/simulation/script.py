@@ -329,7 +329,7 @@ class _Traffic:
         if rng.random() >= self.disturbance:
             return []
         later = round(add.at + rng.choice([0.0, 0.5, 3.0, 10.0, 40.0]) * rng.random(), 3)
-        what = rng.randrange(9)
+        what = rng.randrange(10)
         if what == 0:
             return [Abort(later, add.name)]
         if what == 1:
@@ -338,7 +338,7 @@ class _Traffic:
             return [Reset(later)]
         if what == 6:
             return [Reset(later, force=True)]
-        if what > 6:
+        if what in (7, 8):
             doing = rng.choice(["evict", "quarantine", "pin", "pin"])
             return [
                 Govern(later, add.name, doing, rng.choice([0.3, 0.7, 1.0] if doing == "pin" else [0.0, 0.3, 0.7, 1.0]))
