@@ -564,6 +564,7 @@ class AsyncEngine:
             num_pinned_blocks=len(scheduler.kv.pin_counts),
             external_queries_tokens=scheduler.num_external_query_tokens,
             external_hit_tokens=scheduler.num_external_hit_tokens,
+            num_lost_blocks=scheduler.num_lost_blocks,
             connector=None if connector is None else connector.stats(),
             num_preemptions=scheduler.num_preemptions_total,
             num_urgent_preemptions=scheduler.num_urgent_preemptions_total,

@@ -79,6 +79,8 @@ class EngineStats:
     """Tokens that the pool's cache did not have and a connector was asked for."""
     external_hit_tokens: int
     """How many of those were loaded."""
+    num_lost_blocks: int
+    """Blocks that were to be loaded, were gone, and were computed instead."""
     connector: ConnectorStats | None
     """Blocks kept outside the pool, in host memory; None if none are."""
     num_preemptions: int
@@ -195,6 +197,7 @@ class EngineMetrics:
             ("stored", "KV blocks copied from the pool to the memory behind it", kept.num_stored_blocks),
             ("loaded", "KV blocks copied back into the pool", kept.num_loaded_blocks),
             ("evicted", "KV blocks that had to make room in the memory behind the pool", kept.num_evicted_blocks),
+            ("lost", "KV blocks that were gone when they were to be loaded, and were computed", stats.num_lost_blocks),
         ):
             yield self._counter(f"kv_offload_{name}_blocks", help, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,6 +152,7 @@ async def test_what_is_gone_between_question_and_load_is_computed(
             patch.setattr(KVHostTier, "load", load_too_late)
             again = await ask_all(engine, prompts)  # type: ignore[arg-type]
         assert lost > 0 and [answer.token_ids for answer in again] == answers
+        assert samples(engine)["kv_offload_lost_blocks_total"] == engine.stats().num_lost_blocks > 0
         assert [answer.token_ids for answer in await ask_all(engine, prompts)] == answers  # type: ignore[arg-type]
         await flood(engine)
         assert await cached(engine, FIRST) == 80  # what was computed again is kept again
@@ -225,6 +227,25 @@ async def test_prewarming_loads_what_the_tier_has(make_engine: MakeEngine) -> No
         await flood(engine)
         assert await cached(engine, FIRST) == 80
         await engine.cache.unpin(pinned.pin_id or "")
+
+
+async def test_routers_are_told_what_comes_back(make_engine: MakeEngine) -> None:
+    """A loaded block is in the pool's cache as any other is."""
+    async with make_engine(**TIER, kv_events_config='{"enable_kv_cache_events": true}') as engine:
+
+        def count(kind: str) -> Counter[bytes]:
+            assert engine.kv_events is not None
+            events = [event for _, batch in engine.kv_events.recent(0) for event in batch.events]
+            return Counter(h for event in events if type(event).__name__ == kind for h in event.block_hashes)
+
+        await cached(engine, FIRST)
+        first = set(count("BlockStored"))
+        assert len(first) == 5
+        await flood(engine)
+        assert first & set(count("BlockRemoved")) and engine.stats().external_hit_tokens == 0
+        assert await cached(engine, FIRST) == 80 and engine.stats().external_hit_tokens > 0
+        stored, removed = count("BlockStored"), count("BlockRemoved")
+        assert {h: stored[h] - removed[h] for h in first} == dict.fromkeys(first, 1)
 
 
 async def test_evicting_while_requests_run_brings_nothing_back(make_engine: MakeEngine) -> None:
