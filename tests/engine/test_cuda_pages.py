@@ -11,6 +11,7 @@ import torch
 from aioengine import AsyncEngine, SamplingParams, cuda_pages
 from aioengine.cuda_pages import CudaPages, _runs
 from aioengine.kernels.block_pack import pack_blocks_ref, unpack_blocks_ref
+from aioengine.kv_host_tier import KVHostTier
 from aioengine.kv_layout import make_layout
 from aioengine.kv_spec import FullAttentionSpec
 from tests.engine.test_cuda_runner import Family, family, gpu_config
@@ -172,8 +173,9 @@ async def test_a_prefix_on_the_gpu_is_loaded_and_answers_are_those_of_the_model(
         assert outputs[-1].usage is not None
         return outputs[-1].token_ids, outputs[-1].usage.cached_tokens
 
-    before = torch.cuda.memory_allocated()
     async with AsyncEngine(config) as engine:
+        tier = engine._loaded.runner.connector
+        assert isinstance(tier, KVHostTier) and isinstance(tier._pages, CudaPages)
         for turn in range(3):
             for prompt in prompts:
                 ids, num_cached = await answer(engine, prompt)
@@ -184,4 +186,4 @@ async def test_a_prefix_on_the_gpu_is_loaded_and_answers_are_those_of_the_model(
                 assert bool((logits.max(-1).values - chosen < 0.03).all())  # float16 may swap near-ties
         stats = engine.stats().connector
         assert stats is not None and stats.num_loaded_blocks >= 2 * 6 * 4
-    assert torch.cuda.memory_allocated() <= before
+    assert not tier._pages._unpin.alive and tier._pages._memory.numel() == 0, "host memory is still pinned"
