@@ -12,16 +12,17 @@ in, its block table comes out (int32 in C on our side, a list of block objects o
     touch                 admit it with those hits: one owner more per block, off the free list
     allocate by eviction  admit another request that hits nothing, all free blocks being cached
 
-The pool is as large as a real one and each operation walks through all of it, so that none finds in a core's own
-caches what the one before left there. Requests are released in random order, so the free list leads to and fro from
-one request's blocks to another's. A manager lives through all repeats, as a server's does: the first one, which is
-not counted, takes its memory from the system and blocks that lie in order. The garbage collector is off while the
-clock runs.
+The pool is as large as a real one, and requests come as to a server: so many at a time as have 8,192 blocks together
+are made, worked on, and released in random order, until the whole pool was walked through. So what is known of a
+request is in a core's caches, as where a scheduler looks at it in every step, and what is known of a block is not:
+the pool was last there a round ago, and its free list leads to and fro. A manager lives through all repeats, as a
+server's does: the first one, which is not counted, takes its memory from the system and blocks that lie in order. The
+garbage collector is off while the clock runs.
 
 The plain-Python manager does nothing that ours does not; ours also keeps the tree of what continues what, which an
-eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: with short prompts reading a
-request's record, which is shared by 32 blocks; in an eviction the bucket of each victim, which lies anywhere in an
-array too large for a core's own caches; in hashing xxh3 itself, each block's hash waiting for its parent's.
+eviction follows, and looks for duplicates when it publishes and frees. What bounds ours: in an eviction the bucket of
+each victim, which lies anywhere in an array too large for a core's own caches; in hashing xxh3 itself, each block's
+hash waiting for its parent's.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from aioengine.fastcore.request import Request
 BLOCK_SIZE = 16
 POOL_BLOCKS = 131_072
 PROMPT_TOKENS = (512, 32_768)
+COHORT_BLOCKS = 8192
 VOCAB_SIZE = 32_000
 
 Row = dict[str, Any]
@@ -88,21 +90,16 @@ def _prompts(num_tokens: int, seed: int) -> Prompts:
 
 
 class _Stopwatch:
-    """Nanoseconds per block of named operations."""
+    """Nanoseconds of named operations, over all blocks."""
 
-    def __init__(self, prompts: Prompts) -> None:
-        count, length = prompts.shape
-        self._num_blocks = count * (length // BLOCK_SIZE)
-        self.ns: dict[str, float] = {}
+    def __init__(self) -> None:
+        self.ns: dict[str, int] = {}
 
-    def time(self, name: str, work: Callable[[], object]) -> None:
-        """Runs the work once, on all blocks."""
-        gc.collect()
-        gc.disable()
+    def time(self, name: str, work: Callable[..., object], *args: object) -> None:
+        """Runs the work once; with the collector off."""
         begun = time.perf_counter_ns()
-        work()
-        self.ns[name] = (time.perf_counter_ns() - begun) / self._num_blocks
-        gc.enable()
+        work(*args)
+        self.ns[name] = self.ns.get(name, 0) + time.perf_counter_ns() - begun
 
 
 def _requests(rows: Prompts) -> list[Request]:
@@ -120,27 +117,38 @@ def _time_manager(
 
     `calls` is the module that calls it for many requests: `pool_calls` or `naive_pool`.
     """
-    first, again, other = requests_of(prompts), requests_of(prompts), requests_of(others)
-    watch = _Stopwatch(prompts)
+    watch, rng = _Stopwatch(), random.Random(seed)
     length = prompts.shape[1] - 1
     num_hits = length // BLOCK_SIZE
-    leaving = random.Random(seed).sample(range(len(first)), len(first))
-
-    watch.time("allocate", lambda: calls.admit_all(kv, first, 0, length))
-    watch.time("hash and publish", lambda: calls.publish_all(kv, first, length))
-    first = [first[i] for i in leaving]
-    watch.time("free", lambda: calls.release_all(kv, first))
-    watch.time("hash and look up", lambda: calls.match_all(kv, again))
-    watch.time("look up", lambda: calls.match_all(kv, again))
-    assert all(kv.match(request) == num_hits for request in again), "a prompt is not cached"
-    watch.time("touch", lambda: calls.admit_all(kv, again, num_hits, length))
-    calls.release_all(kv, [again[i] for i in leaving])
-    watch.time("allocate by eviction", lambda: calls.admit_all(kv, other, 0, length))
+    at_a_time = COHORT_BLOCKS // num_hits
+    starts = range(0, len(prompts), at_a_time)
+    gc.collect()
+    gc.disable()
+    for start in starts:
+        requests = requests_of(prompts[start : start + at_a_time])
+        watch.time("allocate", calls.admit_all, kv, requests, 0, length)
+        watch.time("hash and publish", calls.publish_all, kv, requests, length)
+        rng.shuffle(requests)
+        watch.time("free", calls.release_all, kv, requests)
+    for start in rng.sample(starts, len(starts)):
+        requests = requests_of(prompts[start : start + at_a_time])
+        watch.time("hash and look up", calls.match_all, kv, requests)
+        watch.time("look up", calls.match_all, kv, requests)
+        assert all(kv.match(request) == num_hits for request in requests), "a prompt is not cached"
+        watch.time("touch", calls.admit_all, kv, requests, num_hits, length)
+        rng.shuffle(requests)
+        calls.release_all(kv, requests)
+    for start in starts:
+        requests = requests_of(others[start : start + at_a_time])
+        watch.time("allocate by eviction", calls.admit_all, kv, requests, 0, length)
+        calls.publish_all(kv, requests, length)
+        rng.shuffle(requests)
+        calls.release_all(kv, requests)
+    gc.enable()
     # What the prompts left unused of the pool is less than one of them.
-    assert sum(kv.match(request) for request in again) < num_hits, "the prompts are still cached"
-    calls.release_all(kv, [other[i] for i in leaving])
+    assert sum(kv.match(request) for request in requests_of(prompts)) < num_hits, "the prompts are still cached"
     assert kv.reset(), "a block has an owner still"
-    return watch.ns
+    return {name: ns / (len(prompts) * num_hits) for name, ns in watch.ns.items()}
 
 
 def memory_row() -> Row:

@@ -46,6 +46,8 @@ cdef class PrefixMap:
     cdef int32_t approach(self, int32_t at, int32_t most, int32_t* ids, int32_t** buckets) noexcept
     cdef int32_t remove(self, int32_t block_id) except -1
     cdef int erase(self, int32_t block_id) except -1
+    cdef int expect_run(self, int32_t at, int32_t step, int32_t count) noexcept
+    cdef int32_t* end_of(self, int32_t* link, const uint64_t* hash) noexcept
     cdef bint has_hash(self, int32_t block_id, const uint64_t* hash) noexcept
     cdef bytes bytes_of(self, int32_t block_id)
     cdef Hash hash_of(self, int32_t block_id) noexcept

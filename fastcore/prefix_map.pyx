@@ -134,6 +134,17 @@ cdef class PrefixMap:
         """
         return block_id < self.pool.num_blocks and hash[0] != 0 and self.has_hash(block_id, hash)
 
+    cdef inline int32_t* end_of(self, int32_t* link, const uint64_t* hash) noexcept:
+        """The end of the bucket that begins at `link`, or NULL if a block in it has the hash.
+
+        Blocks join at the end, so that the victim, mostly the oldest of its bucket, is found first.
+        """
+        while link[0] != NULL_BLOCK:
+            if self.has_hash(link[0], hash):
+                return NULL
+            link = &self.behind[link[0]]
+        return link
+
     cdef bint has_hash(self, int32_t block_id, const uint64_t* hash) noexcept:
         """Whether this is the hash of an indexed block."""
         cdef const uint64_t* own = self.row(block_id)
@@ -167,11 +178,11 @@ cdef class PrefixMap:
         cdef Block* block = &self.pool.blocks[block_id]
         if CHECKED and (block.flags & HASHED or block_id == NULL_BLOCK):
             raise AssertionError(f"block {block_id} must not be hashed now")
-        if self.find(hash) != NULL_BLOCK:
+        cdef int32_t* end = self.end_of(&self.heads[home(hash[0], self.num_heads)], hash)
+        if end == NULL:
             return 0
-        cdef int32_t* head = &self.heads[home(hash[0], self.num_heads)]
-        self.behind[block_id] = head[0]
-        head[0] = block_id
+        end[0] = block_id
+        self.behind[block_id] = NULL_BLOCK
         self.tree.attach(block_id, parent, lane)
         memcpy(self.row(block_id), hash, self.hash_words * sizeof(uint64_t))
         block.flags |= HASHED
@@ -203,7 +214,7 @@ cdef class PrefixMap:
         cdef Py_ssize_t words = self.hash_words
         cdef const uint64_t* hash = hashes
         cdef uint64_t* own
-        cdef int32_t* head
+        cdef int32_t* end
         cdef int32_t i, at, block_id
         for i in range(count):
             block_id = ids[i]
@@ -213,18 +224,15 @@ cdef class PrefixMap:
                 at = heads[home(hash[SOON * words], self.num_heads)]
                 prefetch(self.row(at))
                 prefetch(&self.behind[at])
-            head = &heads[home(hash[0], self.num_heads)]
-            at = head[0]
-            while at != NULL_BLOCK and not self.has_hash(at, hash):
-                at = self.behind[at]
-            if at != NULL_BLOCK:
+            end = self.end_of(&heads[home(hash[0], self.num_heads)], hash)
+            if end == NULL:
                 return i
             if CHECKED:
                 self.tree.attach(block_id, parent, 0)
             else:
                 hang(nodes, block_id, parent, &nodes[parent].first_child)
-            self.behind[block_id] = head[0]
-            head[0] = block_id
+            end[0] = block_id
+            self.behind[block_id] = NULL_BLOCK
             own = self.row(block_id)
             own[0], own[1] = hash[0], hash[1]
             if words == 4:
@@ -300,39 +308,40 @@ cdef class PrefixMap:
     cdef int32_t approach(self, int32_t at, int32_t most, int32_t* ids, int32_t** buckets) noexcept:
         """Lists blocks of the ring from `at` on, up to `most` or a marker, and the buckets of those that are indexed.
 
-        Asks for all that is read when they are cut out.
+        Asks for all that is read when they are cut out, and for the blocks that will probably be next.
         """
-        cdef Block* blocks = self.pool.blocks
-        cdef Node* nodes = self.tree.nodes
         cdef int32_t num_blocks = self.pool.num_blocks
         cdef int32_t step = 0
         cdef int32_t count = 0
-        cdef int32_t i, then
+        cdef int32_t then
         while count < most and at < num_blocks:
             ids[count] = at
+            buckets[count] = self.head_of(at)
+            prefetch(buckets[count])
             count += 1
-            prefetch(&nodes[at])
-            prefetch(self.row(at))
-            then = blocks[at].next
+            then = self.pool.blocks[at].next
             if then - at != step:
                 step = then - at
-                if step == 1 or step == -1:  # a run of consecutive ids, mostly a long one
-                    for i in range(4, FAR, 4):
-                        prefetch(&blocks[then + i * step])
-            if step == 1 or step == -1:
-                prefetch(&blocks[then + FAR * step])
+                self.expect_run(then, step, 4)
+            if (step == 1 or step == -1) and not count & 3:
+                self.expect_run(then + FAR * step, step, 1)
             at = then
-        prefetch(&blocks[at])  # for who takes the next ones, which lie alike
-        if (step == 1 or step == -1) and 0 <= at + AHEAD * step < num_blocks:
-            for i in range(0, AHEAD, 4):
-                prefetch(&blocks[at + i * step])
-                prefetch(&nodes[at + i * step])
-                prefetch(self.row(at + i * step))
-        for i in range(count):
-            buckets[i] = self.head_of(ids[i])
-            prefetch(buckets[i])
-            prefetch(&self.behind[ids[i]])
+        self.expect_run(at, step, AHEAD // 4)
         return count
+
+    cdef inline int expect_run(self, int32_t at, int32_t step, int32_t count) noexcept:
+        """Asks for the records of so many times four blocks with consecutive ids, if they are consecutive."""
+        cdef int32_t i
+        if step != 1 and step != -1:
+            return 0
+        for i in range(count):
+            if 0 <= at < self.pool.num_blocks:
+                prefetch(&self.pool.blocks[at])
+                prefetch(&self.tree.nodes[at])
+                prefetch(self.row(at))
+                prefetch(&self.behind[at])
+            at += 4 * step
+        return 0
 
     cdef int32_t remove(self, int32_t block_id) except -1:
         """Takes a block, before it gets other content (INV-22), and all below it out; returns their number.

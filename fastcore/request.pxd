@@ -60,6 +60,7 @@ cdef class Request:
     cdef readonly int32_t num_matched           # tokens found by the last match
     cdef readonly int32_t copy_source           # block that begins like the next one, 0 = none; and where its
     cdef readonly int32_t copy_target           # content goes in the step being made, 0 = not admitted
+    cdef int32_t num_loads                      # blocks behind the hits that a connector is to load, or did
     cdef int32_t hashes_capacity
     cdef uint64_t* hashes                       # of full blocks, computed on demand, kept over preemption
     cdef int32_t num_hashes
@@ -108,8 +109,7 @@ cdef class Request:
     cdef bint is_fenced                         # left, but a step in flight may still use its blocks
 
     # What a connector loads (KV manager).
-    cdef int32_t num_loads                      # blocks behind the hits that are to be loaded, or were
-    cdef int32_t load_start                     # the first of them once it is admitted,
+    cdef int32_t load_start                     # the first of num_loads once it is admitted,
     cdef int64_t load_step                      # and the step that loads them
     cdef int32_t num_remote                     # blocks that the connector has, local hits included, as it said
     cdef int64_t asked_step                     # when it was asked last,
