@@ -278,7 +278,8 @@ cdef class CacheControl:
         """Holds the cached full blocks of a prefix; returns (pin id, blocks), or None if none is cached.
 
         With more than one group it also holds what queries behind the prefix read in the others; the blocks
-        returned are the first group's. With a connector only what is certain to be there is pinned. Raises ValueError if more would be pinned than may be.
+        returned are the first group's. With a connector only what is certain to be there is pinned. Raises ValueError
+        if more would be pinned than may be.
         """
         cdef list twins = []
         cdef list found = self.hit_of(name, twins)
