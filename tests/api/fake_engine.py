@@ -72,6 +72,9 @@ class FakeMemory:
     kv_cache_bytes: int = 64 << 20
     num_kv_tokens: int = 12345
     kv_groups: str | None = None
+    num_host_blocks: int = 0
+    num_host_tokens: int = 0
+    host_bytes: int = 0
 
 
 Script = Callable[[Sequence[int], int], Sequence[int]]

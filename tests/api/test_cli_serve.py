@@ -15,7 +15,7 @@ import pytest
 
 from aioengine.cli.startup_report import startup_report
 from aioengine.config import ServerConfig
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, FakeMemory
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,14 @@ def test_the_report_says_what_runs_where() -> None:
         "admin routes": "off",
         "ready in": "2.00 s (imports 1.25, locate 0.25, weights 0.50)",
     }
+
+
+def test_the_report_tells_of_the_host_tier() -> None:
+    engine = FakeEngine()
+    engine.memory_report = FakeMemory(num_host_blocks=40, num_host_tokens=640, host_bytes=10 << 20)
+    report = startup_report(engine, ServerConfig(), "http://h:1", 1.25)  # type: ignore[arg-type]
+    rows = dict(line.split("  ", 1) for line in report.splitlines())
+    assert rows["host tier"].strip() == "640 tokens fit (10 MiB)"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
