@@ -256,12 +256,12 @@ class CacheAdmin:
             refusal = OFF
         elif num_full == 0:
             refusal = f"{name.num_tokens} tokens fill no block of {name.block_size}"
-        elif require_exact and self._control.cached_blocks(name) < num_full:
-            refusal = "not all of the prefix is cached; prewarm it first"
+        elif require_exact and self._control.pinnable_blocks(name) < num_full:
+            refusal = f"not all of the prefix is {self._what_lacks(name, num_full)}"
         else:
             try:
                 pinned = self._control.pin(name)
-                refusal = None if pinned else "nothing of the prefix is cached; prewarm it first"
+                refusal = None if pinned else f"nothing of the prefix is {self._what_lacks(name, 1)}"
             except ValueError as error:
                 refusal = str(error)
         if pinned is None:
@@ -271,7 +271,7 @@ class CacheAdmin:
             self._expiry[pin_id] = self._clock() + ttl_s
             self._arm()
         is_whole = num_blocks == num_full
-        missing = f"{num_full - num_blocks} of its {num_full} blocks are not cached; prewarm it first"
+        missing = f"{num_full - num_blocks} of its {num_full} blocks are not {self._what_lacks(name, num_full)}"
         return self._book(
             action,
             "exact" if is_whole else "degraded",
@@ -282,6 +282,12 @@ class CacheAdmin:
             expires_in_s=ttl_s,
             **self._facts(name, cache_salt),
         )
+
+    def _what_lacks(self, name: NamedPrefix, num_blocks: int) -> str:
+        """What not all of the first blocks of a prefix are, or they could be pinned, and what to do."""
+        if self._control.cached_blocks(name) >= num_blocks:
+            return "settled: steps in flight compute or load them; ask again"
+        return "cached; prewarm it first"
 
     async def prewarm(self, prompt: Prompt, *, cache_salt: str | None = None, **chat: Any) -> CacheReply:
         """Computes a prefix into the cache. Until a request hits it, it is the first to make room."""

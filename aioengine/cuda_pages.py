@@ -3,13 +3,15 @@
 Blocks are gathered from all layers by one kernel into a buffer on the device (`kernels/block_pack.py`), and the buffer
 goes to the slots; or the other way. All copies between host and device are on one stream of their own, in the order in
 which they were asked for, so that no slot is written before it was read, or read before it was written. The compute
-stream waits for what it loads and goes on while a store travels. Made by `cuda_device.py`; called on the loop's thread.
+stream waits for what it loads and goes on while a store travels, unless both buffers are full. Made by
+`cuda_device.py`; called on the loop's thread.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +128,8 @@ class CudaPages:
     def close(self) -> None:
         """As `HostPages.close`."""
         if self._unpin.alive:
-            self._travel.synchronize()
+            with suppress(RuntimeError):  # a device that failed says so again, and travels no more
+                self._travel.synchronize()
             self._unpin()
             self._stagings.clear()
             self._pool.clear()

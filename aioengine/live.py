@@ -195,8 +195,8 @@ class LiveRequests:
             self._take_back(plan.requests[row])
         changed = self._scheduler.update(plan, result.token_ids, result.lost_blocks)
         for row, why in failures.items():  # a row may fail before it samples anything
-            if row in plan.dropped_rows:
-                continue  # it is computed anew, and fails again if that was no accident
+            if row in plan.dropped_rows and row not in (result.prompt_logprobs or ()):
+                continue  # it is computed anew, and fails again if that was no accident; prompts are scored once
             failed = _choice_of(plan.requests[row])
             if failed.is_open:
                 self._fail_choice(failed, EngineError(why))

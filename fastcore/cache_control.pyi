@@ -34,6 +34,8 @@ class CacheControl:
     def __init__(self, scheduler: Scheduler, connector: KeptBlocks | None = None) -> None: ...
     def cached_blocks(self, name: NamedPrefix) -> int:
         """Full blocks of the named prefix that a request would hit: cached, from its beginning to the first gap."""
+    def pinnable_blocks(self, name: NamedPrefix) -> int:
+        """Those of them that a pin would hold: with a connector up to the first whose step is in flight."""
     def loadable_blocks(self, name: NamedPrefix) -> int:
         """Full blocks of the named prefix that the connector keeps behind those in the pool, to the first gap."""
     def whole_blocks(self, name: NamedPrefix) -> int:

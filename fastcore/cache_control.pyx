@@ -30,6 +30,10 @@ cdef class CacheControl:
         """Full blocks of the named prefix that a request would hit: cached, up to the first gap."""
         return len(self.hit_of(name, []))
 
+    def pinnable_blocks(self, NamedPrefix name not None):
+        """Those of them that a pin would hold: with a connector up to the first whose step is in flight."""
+        return len(self.settled(self.hit_of(name, [])))
+
     def loadable_blocks(self, NamedPrefix name not None):
         """Full blocks of the named prefix that a request could have loaded, behind those it would hit."""
         cdef list found = []
@@ -283,8 +287,7 @@ cdef class CacheControl:
         """
         cdef list twins = []
         cdef list found = self.hit_of(name, twins)
-        if self.kv.remote is not None:
-            found = self.settled(found)
+        found = self.settled(found)
         cdef Py_ssize_t num_blocks = len(found)
         if not found:
             return None
@@ -304,8 +307,10 @@ cdef class CacheControl:
         return pin_id, num_blocks
 
     cdef list settled(self, list blocks):
-        """The first of some cached blocks that no step in flight loads or computes."""
+        """The first of some cached blocks that no step in flight loads or computes; without a connector all of them."""
         cdef Py_ssize_t count = 0
+        if self.kv.remote is None:
+            return blocks
         while count < len(blocks) and self.kv.is_settled(blocks[count]):
             count += 1
         return blocks[:count]

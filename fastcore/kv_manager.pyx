@@ -192,7 +192,9 @@ cdef class KVManager:
             shared = full * self.block_size
         if source is None or shared <= request.num_matched:
             return num_hits
-        if full > num_hits:
+        if full > num_hits or shared % self.block_size:
+            # Also where the hits reach as far: who has a copy of a sibling's block has all that it was computed on, or
+            # `readers_of` would not find it.
             request.reserve_blocks(full)
             memcpy(request.blocks, source.blocks, full * sizeof(int32_t))
         request.copy_source = source.blocks[full] if shared % self.block_size else NULL_BLOCK
@@ -214,13 +216,13 @@ cdef class KVManager:
         for name in self.barred:
             if name.span_block < end and name.is_in(request):
                 end = name.span_block
-        if request.asked_step != self.step or request.asked_from != num_hits:
+        if request.asked_in != self.remote.num_calls or request.asked_from != num_hits:
             request.num_remote = num_hits
             while request.num_remote == known and known < end:
                 known = min(end, known + ASKED_AT_ONCE)
                 self.ensure_hashes(request, known)
                 request.num_remote += self.remote.num_matched(request, request.num_remote, known)
-            request.asked_step, request.asked_from = self.step, num_hits
+            request.asked_in, request.asked_from = self.remote.num_calls, num_hits
         request.num_loads = request.num_remote - num_hits
         if request.num_loads:
             self.forget_tail(request, num_hits)

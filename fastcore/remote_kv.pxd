@@ -16,6 +16,7 @@ cdef class RemoteKV:
     cdef list loads                 # (hash, block id) of the step being made, in order of position per request
     cdef list loaders               # whose those are
     cdef dict indexed               # hash -> block id, offered to the prefix map since stores were taken last
+    cdef int64_t num_calls          # of schedule()
     cdef readonly int64_t num_query_tokens
     cdef readonly int64_t num_hit_tokens
     cdef readonly int64_t num_lost_blocks

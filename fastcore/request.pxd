@@ -112,7 +112,7 @@ cdef class Request:
     cdef int32_t load_start                     # the first of num_loads once it is admitted,
     cdef int64_t load_step                      # and the step that loads them
     cdef int32_t num_remote                     # blocks that the connector has, local hits included, as it said
-    cdef int64_t asked_step                     # when it was asked last,
+    cdef int64_t asked_in                       # the call of schedule() in which it was asked last,
     cdef int32_t asked_from                     # from which block on
     cdef bint loads_nothing                     # a load of its failed
 

@@ -65,7 +65,7 @@ cdef class Request:
         self.prewarms, self.publish_until, self.num_proven = prewarms, NO_LIMIT, NO_LIMIT
         self.sampling, self.stream = sampling, stream
         self.state, self.row, self.queue_at, self.stop_token = NEW, -1, -1, -1
-        self.first_scheduled_s, self.asked_step = -1.0, -1
+        self.first_scheduled_s, self.asked_in = -1.0, -1
         array = self.set_prompt(np.asarray(prompt_token_ids))
         self.tails = KeyTails(extra_keys, cache_salt, media, self.num_prompt_tokens)
         if siblings is not None:

@@ -175,6 +175,8 @@ cdef class Scheduler:
         self.scheduled = []
         self.num_victims = 0
         self.kv.step, self.kv.hides_fresh = self.in_flight.last_step + 1, False
+        if self.kv.remote is not None:
+            self.kv.remote.num_calls += 1  # between two calls it may lose or get anything, though no step was made
         self.budget.begin(self.running, len(self.running) + len(self.waiting) + len(self.held))
         cdef bint may_admit = self.schedule_running()
         if self.budget.num_chunks > 0:

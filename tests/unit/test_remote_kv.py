@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from aioengine.cache_admin import CacheAdmin
 from aioengine.fastcore.cache_control import CacheControl
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.request import Request, Siblings
@@ -265,6 +266,21 @@ def test_a_connector_needs_prefix_caching_and_one_group_and_can_be_asked() -> No
         World(kv_connector=object())
 
 
+def test_a_connector_is_asked_anew_though_no_step_could_be_made_meanwhile() -> None:
+    """I3: what it said in one call of schedule() may be untrue in the next, if nothing could run in between."""
+    world = World(delay=1, num_blocks=7, max_model_len=24, enable_partial_block_reuse=False)
+    world.add(PROMPT, max_tokens=1)
+    world.run()
+    world.forget()
+    world.add([30] * 19, max_tokens=1)  # five blocks of six
+    world.launch()
+    request = world.add(PROMPT, max_tokens=4)
+    assert world.scheduler.schedule() is None and world.tier.asked[-1] == 3
+    world.settle()
+    world.tier.contents.clear()
+    assert world.launch().loads == [] and request.num_computed_tokens == len(PROMPT)
+
+
 def test_what_is_barred_is_not_loaded() -> None:
     """INV-70: only what comes before the span, whatever the tier has."""
     world = warm()
@@ -351,6 +367,39 @@ def test_siblings_that_share_a_lost_block_compute_again(delay: int) -> None:
         world.launch()
     world.settle()
     assert choices[0].status == "preempted" and all(c.num_output_tokens == 0 for c in choices)
+    world.run()
+
+
+def test_a_copy_of_a_tail_that_was_computed_on_a_lost_block_is_found() -> None:
+    """INV-20: a sibling that hit all full blocks elsewhere still has the loader's in its table when it copies its tail.
+
+    Whoever makes way hides what is computed in the same step, so the loader does not hit what `other` computes.
+    """
+    world = World(
+        delay=1, policy="priority", max_num_active_seqs=3, max_num_batched_tokens=16, long_prefill_token_threshold=2,
+        enable_partial_block_reuse=False,
+    )  # fmt: skip
+    prompt = PROMPT[:6]
+    world.add(prompt, max_tokens=1)
+    world.run()
+    world.forget()
+    for token in (30, 31):
+        world.add([token] * 2, max_tokens=40, priority=5)
+    for _ in range(3):
+        world.step()
+    world.tier.fails = set(world.tier.contents)
+    other = world.add([*prompt[:4], *[20] * 8], max_tokens=3, wants_prompt_logits=True)
+    while world.scheduler.num_in_flight_steps:
+        world.settle()
+    world.launch()
+    siblings = Siblings()
+    loader, copier = (world.add(prompt, max_tokens=8, priority=1, siblings=siblings) for _ in range(2))
+    loaded = world.launch().loads
+    assert loaded and other.block_ids()[0] != loader.block_ids()[0] == loaded[0][1]
+    world.settle()
+    assert world.launch().num_copies == 1 and copier.status == "running"
+    world.settle()
+    assert world.device.lost == [loaded[0][1]] and loader.status == copier.status == "preempted"
     world.run()
 
 
@@ -446,13 +495,33 @@ def test_only_what_is_certain_to_be_there_is_pinned() -> None:
     world.add(PROMPT)
     world.launch()
     name = NamedPrefix(np.array(PROMPT, np.int32), BLOCK)
-    assert control.cached_blocks(name) == 3 and control.pin(name) is None
+    assert (control.cached_blocks(name), control.pinnable_blocks(name), control.pin(name)) == (3, 0, None)
     world.settle()
     assert control.pin(name) == ("pin-1", 1)
     control.unpin("pin-1")
     world.run()
     assert (control.pin(name) or ("", 0))[1] == 3
     control.unpin("pin-2")
+
+
+async def test_whoever_pins_what_a_step_in_flight_loads_is_told_so() -> None:
+    world = warm(delay=1)
+    world.add(PROMPT)
+    world.launch()
+
+    async def render(prompt: list[int], **_: object) -> list[int]:
+        return prompt
+
+    admin = CacheAdmin(world.scheduler, render, lambda *_: None, wake=lambda: None)  # type: ignore[arg-type]
+    later = "settled: steps in flight compute or load them; ask again"
+    for require_exact, words in ((True, "not all of the prefix is"), (False, "nothing of the prefix is")):
+        reply = await admin.pin(PROMPT, require_exact=require_exact)
+        assert (reply.status, reply.reason) == ("refused", f"{words} {later}")
+    world.settle()
+    reply = await admin.pin(PROMPT, require_exact=True)
+    assert (reply.status, reply.num_blocks) == ("exact", 3)
+    await admin.unpin(reply.pin_id or "")
+    world.run()
 
 
 # ---- fences ----------------------------------------------------------------------------------------------
