@@ -1,4 +1,4 @@
-"""What a declared determinism means for options, demands and the fingerprint; nothing runs here."""
+"""What a declared determinism means for options, demands and the fingerprint (Q12); nothing runs here."""
 
 from __future__ import annotations
 
