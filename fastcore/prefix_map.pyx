@@ -22,7 +22,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.block_hash cimport CHECKED
-from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, UNLISTED, Block, boundary, join, own, prefetch, sentinel
+from aioengine.fastcore.block_pool cimport HASHED, NULL_BLOCK, Block, boundary, join, own, prefetch, sentinel
 from aioengine.fastcore.eviction cimport CostOrder
 from aioengine.fastcore.prefix_tree cimport ROOT, Node, cut_leaf, hang
 
