@@ -5,12 +5,17 @@ that a slot is never rewritten before its step was updated. The scheduler decide
 runner copies `StepPlan.buffer` to the device, and `kernels/step.py` unpacks it there.
 
     header  16 words   version, step_id, num_rows, num_tokens, num_samples, off_rows, off_tokens, off_blocks,
-                       num_block_updates, total_words, off_copies, num_copies, then zeros
+                       num_block_updates, total_words, off_copies, num_copies, num_drafts, then zeros
     rows    8 words each   row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
-                           num_output_tokens with those in flight, 0
+                           num_output_tokens with those in flight, num_rejected
     tokens  one word each  the id; -1 = the last token sampled for this row, which only the device knows yet
     blocks  3 words each   group x row_stride + row, logical index in the group's table, block id
     copies  2 words each   source block, target block
+
+Drafts are the last tokens of a row; its flags hold how many (from bit DRAFTS_SHIFT on). It then has a sample more than
+drafts, `sample_index` being the first: sample j follows the row's tokens up to its draft j. The scheduler counts
+drafts in flight as accepted: `num_computed_tokens` and `num_output_tokens` are as many too large as drafts were
+rejected in this persistent row beyond `num_rejected`, the count that it knew of. Only the device knows that in time.
 
 Block tables are append-only: a row sends what is new, a joined row its whole table (INV-38, INV-39). What fell
 out of a group's window is not sent: a joined row begins where the window does, and nobody takes back what a row
@@ -29,7 +34,7 @@ from libc.string cimport memcpy, memset
 
 from aioengine.fastcore.request cimport GroupTable
 
-VERSION = 3
+VERSION = 4
 HEADER_WORDS = 16
 ROW_WORDS = 8
 BLOCK_WORDS = 3
@@ -37,17 +42,19 @@ COPY_WORDS = 2
 FLAG_SAMPLE = 1
 FLAG_PROMPT_LOGITS = 2
 FLAG_JOINED = 4
+DRAFTS_SHIFT = 8
 
 # Indices of the header's words.
 HEADER_VERSION, HEADER_STEP_ID, HEADER_NUM_ROWS, HEADER_NUM_TOKENS, HEADER_NUM_SAMPLES = range(5)
 HEADER_OFF_ROWS, HEADER_OFF_TOKENS, HEADER_OFF_BLOCKS = range(5, 8)
 HEADER_NUM_BLOCK_UPDATES, HEADER_TOTAL_WORDS, HEADER_OFF_COPIES, HEADER_NUM_COPIES = range(8, 12)
+HEADER_NUM_DRAFTS = 12
 # Indices of a row's words.
 ROW_ROW, ROW_QUERY_START, ROW_NUM_NEW, ROW_NUM_COMPUTED = range(4)
-ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT = range(4, 7)
+ROW_FLAGS, ROW_SAMPLE_INDEX, ROW_NUM_OUTPUT, ROW_NUM_REJECTED = range(4, 8)
 
 cdef enum:
-    C_VERSION = 3
+    C_VERSION = 4
     C_HEADER_WORDS = 16
     C_ROW_WORDS = 8
     C_BLOCK_WORDS = 3
@@ -55,6 +62,7 @@ cdef enum:
     C_SAMPLE = 1
     C_PROMPT_LOGITS = 2
     C_JOINED = 4
+    C_DRAFTS_SHIFT = 8
     # Blocks that the rows joining in one step may send beyond one whole table: bounds the ring when long
     # cached prefixes are shared by many rows, whose tables together are larger than the pool.
     JOIN_BLOCKS = 65536

@@ -3,9 +3,9 @@
 The buffer is the packed step that the scheduler wrote (int32; one copy to the device per step):
 
     header  16 words: 0 version, 1 step_id, 2 num_rows, 3 num_tokens, 4 num_samples, 5 off_rows, 6 off_tokens,
-            7 off_blocks, 8 num_block_updates, 9 total_words, 10 off_copies, 11 num_copies
+            7 off_blocks, 8 num_block_updates, 9 total_words, 10 off_copies, 11 num_copies, 12 num_drafts
     rows    num_rows x 8: row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
-            position of the token to sample (number of output tokens so far), reserved
+            position of the token to sample (number of output tokens so far), num_rejected
     tokens  num_tokens ids; -1 = the last token sampled for that row, still on the device
     blocks  num_block_updates x (group * max_rows + row, logical index, block id)
     copies  num_copies x (source block, target block), made before the unpack (`block_copy.py`)
@@ -33,7 +33,9 @@ from .jit import jit, launch_options, let_next_start, require_kernels, tl, trito
 HEADER_WORDS, ROW_WORDS, BLOCK_WORDS, COPY_WORDS = 16, 8, 3, 2
 VERSION, STEP_ID, NUM_ROWS, NUM_TOKENS, NUM_SAMPLES = 0, 1, 2, 3, 4
 OFF_ROWS, OFF_TOKENS, OFF_BLOCKS, NUM_BLOCK_UPDATES, TOTAL_WORDS, OFF_COPIES, NUM_COPIES = 5, 6, 7, 8, 9, 10, 11
-ROW, QUERY_START, NUM_NEW, NUM_COMPUTED, FLAGS, SAMPLE_INDEX, NUM_OUTPUT = 0, 1, 2, 3, 4, 5, 6
+NUM_DRAFTS = 12
+ROW, QUERY_START, NUM_NEW, NUM_COMPUTED, FLAGS, SAMPLE_INDEX, NUM_OUTPUT, NUM_REJECTED = 0, 1, 2, 3, 4, 5, 6, 7
+DRAFTS_SHIFT = 8
 
 
 @dataclass(frozen=True, slots=True)
