@@ -1,6 +1,7 @@
 # One request: its tokens, its block table, its counters. Written by the KV manager and the scheduler.
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from aioengine.fastcore.draft_record cimport DraftRecord
 from aioengine.fastcore.key_tails cimport KeyTails
 
 
@@ -68,6 +69,8 @@ cdef class Request:
     cdef readonly bint skip_prefix_cache
     cdef readonly bint wants_prompt_logits
     cdef readonly bint prewarms                 # computes for the cache alone
+    cdef readonly bint takes_drafts
+    cdef DraftRecord drafts                     # from its first admission on, if it may have any
     cdef readonly Siblings siblings   # requests with the same prompt; None = none
     cdef KeyTails tails               # what follows the tokens in the hash of each block (INV-13)
     cdef GroupTable* more                       # of the groups behind the first, once it was matched
@@ -120,6 +123,8 @@ cdef class Request:
     cdef int set_stop_ids(self, tuple eos_ids, tuple other_ids) except -1
     cdef int append_token(self, int32_t token_id) except -1
     cdef int drop_samples(self) noexcept
+    cdef int32_t num_drafts(self) noexcept
+    cdef int32_t num_certain(self) noexcept
     cdef int reserve_blocks(self, int32_t count) except -1
     cdef int reserve_groups(self, int32_t count) except -1
     cdef int reserve_hashes(self, int32_t count, int words) except -1

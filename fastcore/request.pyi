@@ -32,6 +32,8 @@ class Request:
         skip_prefix_cache: do not read the prefix cache; full blocks are still offered to others.
         wants_prompt_logits: rows of its prompt carry PROMPT_LOGITS; implies not reading the cache.
         prewarms: computes for the cache alone: its blocks are the first to be evicted until somebody hits them.
+        takes_drafts: tokens drafted for it may be verified several in a step; not for one whose logits are edited by
+            what came before.
         sampling, stream: kept for the runner and the engine, not looked at.
         siblings: requests with the same prompt, keys and media, which is then computed once for all of them.
 
@@ -52,6 +54,7 @@ class Request:
     skip_prefix_cache: bool
     wants_prompt_logits: bool
     prewarms: bool
+    takes_drafts: bool
     sampling: object
     stream: Any
     siblings: Siblings | None
@@ -60,9 +63,11 @@ class Request:
     row: int
     """Its row of the persistent batch, -1 while it has none."""
     num_computed_tokens: int
-    """Positions whose KV is computed or will be by the steps in flight; 0 again after a preemption."""
+    """Positions whose KV is computed or will be by the steps in flight, if all drafts in flight are accepted; 0 again
+    after a preemption."""
     num_in_flight: int
-    """Output tokens that the device has sampled or will sample in steps not updated yet, without dropped ones."""
+    """Output tokens that the device has sampled or will sample in steps not updated yet, without dropped ones, if all
+    drafts are accepted."""
     num_preemptions: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache, or at a sibling, when it was admitted first."""
@@ -92,6 +97,7 @@ class Request:
         skip_prefix_cache: bool = False,
         wants_prompt_logits: bool = False,
         prewarms: bool = False,
+        takes_drafts: bool = True,
         sampling: object = None,
         stream: object = None,
         siblings: Siblings | None = None,
@@ -110,6 +116,8 @@ class Request:
         """When it was scheduled first, by the scheduler's clock."""
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens known so far, prompt and output."""
+    def drafts_in_flight(self) -> list[list[int]]:
+        """The drafts of each step in flight that samples for it, oldest first."""
     def output_ids_from(self, start: int) -> list[int]:
         """Output tokens from the `start`-th one on."""
     num_more: int

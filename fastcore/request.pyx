@@ -53,8 +53,8 @@ cdef class Request:
         self, str request_id not None, prompt_token_ids, *, int32_t max_tokens, int32_t min_tokens=0,
         eos_token_ids=(), stop_token_ids=(), bint ignore_eos=False, int64_t priority=0, double arrival_s=0.0,
         bytes extra_keys not None=b"", bytes cache_salt not None=b"", media=(), bint skip_prefix_cache=False,
-        bint wants_prompt_logits=False, bint prewarms=False, object sampling=None, object stream=None,
-        Siblings siblings=None,
+        bint wants_prompt_logits=False, bint prewarms=False, bint takes_drafts=True, object sampling=None,
+        object stream=None, Siblings siblings=None,
     ):
         if max_tokens < 0 or min_tokens < 0:
             raise ValueError(f"max_tokens={max_tokens} and min_tokens={min_tokens} must not be negative")
@@ -62,7 +62,8 @@ cdef class Request:
         self.max_tokens, self.min_tokens, self.ignore_eos = max_tokens, min_tokens, ignore_eos
         self.priority, self.arrival_s = priority, arrival_s
         self.skip_prefix_cache, self.wants_prompt_logits = skip_prefix_cache, wants_prompt_logits
-        self.prewarms, self.publish_until, self.num_proven = prewarms, NO_LIMIT, NO_LIMIT
+        self.prewarms, self.takes_drafts = prewarms, takes_drafts
+        self.publish_until, self.num_proven = NO_LIMIT, NO_LIMIT
         self.sampling, self.stream = sampling, stream
         self.state, self.row, self.queue_at, self.stop_token = NEW, -1, -1, -1
         self.first_scheduled_s, self.asked_in = -1.0, -1
@@ -118,7 +119,27 @@ cdef class Request:
         """Forgets what is sampled in steps in flight: they are settled as if the request was not in them."""
         self.num_in_flight = 0
         self.first_valid_epoch = self.num_preemptions
+        if self.drafts is not None:
+            self.drafts.forget_flying()
         return 0
+
+    cdef int32_t num_drafts(self) noexcept:
+        """Drafts in the step being made."""
+        return 0 if self.drafts is None else self.drafts.count
+
+    cdef int32_t num_certain(self) noexcept:
+        """Positions computed or in flight whatever becomes of the drafts in flight."""
+        return self.num_computed_tokens if self.drafts is None else self.num_computed_tokens - self.drafts.num_unsure
+
+    def drafts_in_flight(self):
+        """The drafts of each step in flight that samples for the request."""
+        cdef int32_t i, k
+        if self.drafts is None:
+            return []
+        return [
+            [self.drafts.flying_ids[i][k] for k in range(self.drafts.flying_counts[i])]
+            for i in range(self.drafts.num_flying)
+        ]
 
     cdef int reserve_blocks(self, int32_t count) except -1:
         if count > self.blocks_capacity:

@@ -9,6 +9,7 @@ cdef class RowPool:
     cdef int32_t* free_rows     # a stack: the row given back last is taken first
     cdef int32_t* fenced_rows
     cdef int64_t* fences        # by row: the step after whose update it is free
+    cdef int32_t* num_rejected  # by row: drafts rejected since the beginning (wraps)
     cdef list left              # given back since the last plan
 
     cdef int32_t take(self) except -1

@@ -15,7 +15,8 @@ cdef class RowPool:
         self.free_rows = <int32_t*> PyMem_Calloc(num_rows, sizeof(int32_t))
         self.fenced_rows = <int32_t*> PyMem_Calloc(num_rows, sizeof(int32_t))
         self.fences = <int64_t*> PyMem_Calloc(num_rows, sizeof(int64_t))
-        if self.free_rows == NULL or self.fenced_rows == NULL or self.fences == NULL:
+        self.num_rejected = <int32_t*> PyMem_Calloc(num_rows, sizeof(int32_t))
+        if self.free_rows == NULL or self.fenced_rows == NULL or self.fences == NULL or self.num_rejected == NULL:
             raise MemoryError()
         cdef int32_t row
         for row in range(num_rows):
@@ -26,6 +27,7 @@ cdef class RowPool:
         PyMem_Free(self.free_rows)
         PyMem_Free(self.fenced_rows)
         PyMem_Free(self.fences)
+        PyMem_Free(self.num_rejected)
 
     cdef int32_t take(self) except -1:
         """A free row; the caller saw that there is one."""

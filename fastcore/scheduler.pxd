@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from aioengine.fastcore.admission cimport Admission
+from aioengine.fastcore.drafts cimport Drafter
 from aioengine.fastcore.kv_manager cimport KVManager
 from aioengine.fastcore.limits cimport Limits
 from aioengine.fastcore.queues cimport WaitQueue
@@ -40,6 +41,9 @@ cdef class Scheduler:
     cdef bint by_priority
     cdef bint drops_stale_output          # else what is in flight at a preemption is delivered (C19)
     cdef double ageing_s
+    cdef Drafter drafter                  # None: no speculation
+    cdef int32_t most_drafts              # of a row in a step
+    cdef Py_ssize_t draft_batch_limit     # running requests up to which anybody has drafts, 0 = any number
     cdef object clock
 
     # The step being made.
@@ -55,12 +59,17 @@ cdef class Scheduler:
     cdef readonly int64_t num_preemptions_total
     cdef readonly int64_t num_reset_preemptions_total   # of these, those by a forced reset of the cache
     cdef readonly int64_t num_urgent_preemptions_total
+    cdef readonly int64_t num_drafts_total              # rows with drafts that were verified
+    cdef readonly int64_t num_draft_tokens_total
+    cdef readonly int64_t num_accepted_tokens_total
     cdef readonly int64_t num_load_preemptions_total    # and those of requests on blocks that could not be loaded
 
     cdef bint schedule_running(self) except -1
     cdef int32_t widen(self, Request request, int32_t num_new) except -1
     cdef int give_rest(self) except -1
     cdef int publish_chunks(self) except -1
+    cdef int add_drafts(self) except -1
+    cdef int32_t most_drafts_of(self, Request request, int32_t left) except -1
     cdef int schedule_waiting(self) except -1
     cdef double rank_of(self, Request request) except *
     cdef int survey(self) except -1
@@ -74,5 +83,11 @@ cdef class Scheduler:
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *
     cdef int preempt(self, Request victim) except -1
     cdef int give_up(self, StepPlan plan, set lost) except -1
-    cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1
+    cdef bint settle_row(
+        self, Request request, const RowRecord* record, int32_t reached, const int32_t* token_ids
+    ) except -1
+    cdef int32_t count_rejected(self, const RowRecord* record, const int32_t* token_ids, int32_t* reached) noexcept
+    cdef bint settle_drafts(
+        self, Request request, const RowRecord* record, int32_t reached, int32_t num_rejected, const int32_t* token_ids
+    ) except -1
     cdef int end(self, Request request, object reason) except -1

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioengine.fastcore.admission import Admission
+from aioengine.fastcore.drafts import Drafter
 from aioengine.fastcore.groups import Group
 from aioengine.fastcore.kv_manager import KVManager
 from aioengine.fastcore.remote_kv import KVConnector
@@ -51,6 +52,9 @@ class Scheduler:
             loaded instead of computed (`StepPlan.loads`), if that is a whole block at least. Blocks that a
             preemption frees are then handed out only when the steps in flight were updated. Needs prefix caching and
             one KV group.
+        drafter: guesses tokens that decodes verify beside the one they need, with input and blocks nobody else needs.
+        num_speculative_tokens: most drafts of a row in a step, up to `drafts.LIMIT`; above 0 exactly with a drafter.
+        draft_batch_limit: while more requests run nobody has drafts; 0 = no limit.
 
     Raises:
         ValueError: a limit that cannot work, or a connector where it cannot.
@@ -79,6 +83,11 @@ class Scheduler:
     """Those of them that made way for a more important request that waited."""
     num_load_preemptions_total: int
     """And those whose request ran on blocks that could not be loaded."""
+    num_drafts_total: int
+    """Rows with drafts whose step is over."""
+    num_draft_tokens_total: int
+    num_accepted_tokens_total: int
+    """Drafts that were what the model chose."""
 
     def __init__(
         self,
@@ -111,6 +120,9 @@ class Scheduler:
         kv_groups: Sequence[Group] = ...,
         stale_output: Literal["deliver", "drop"] = "deliver",
         kv_connector: KVConnector | None = None,
+        drafter: Drafter | None = None,
+        num_speculative_tokens: int = 0,
+        draft_batch_limit: int = 0,
     ) -> None: ...
     @property
     def max_num_active_seqs(self) -> int:

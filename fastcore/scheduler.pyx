@@ -19,6 +19,7 @@ import time
 import cython
 
 from aioengine.fastcore.checks cimport check_requests
+from aioengine.fastcore.draft_record cimport MAX_DRAFTS, DraftRecord
 from aioengine.fastcore.groups cimport KVGroups
 from aioengine.fastcore.limits cimport clip_tokens
 from aioengine.fastcore.preemption cimport least_important, victims_for
@@ -40,10 +41,22 @@ cdef class Scheduler:
         int32_t max_long_partial_prefills=0, bint full_sequence_must_fit=False, double watermark=0.0,
         double priority_ageing_s=0.0, double target_itl_s=0.0, int32_t max_in_flight=1,
         object clock=time.monotonic, root_seed=None, kv_groups=(("full", 0, 1),), str stale_output="deliver",
-        kv_connector=None,
+        kv_connector=None, Drafter drafter=None, int32_t num_speculative_tokens=0, Py_ssize_t draft_batch_limit=0,
     ):
+        if not 0 <= num_speculative_tokens <= MAX_DRAFTS or (num_speculative_tokens > 0) != (drafter is not None):
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens} must lie between 1 and {MAX_DRAFTS} with a drafter, "
+                "and be 0 without one"
+            )
+        if draft_batch_limit < 0:
+            raise ValueError(f"draft_batch_limit={draft_batch_limit} must not be negative")
+        self.drafter, self.most_drafts, self.draft_batch_limit = drafter, num_speculative_tokens, draft_batch_limit
+        # A step's first query may come as many positions earlier as drafts are in flight.
         cdef KVGroups groups = KVGroups(
-            kv_groups, block_size, max(1, max_num_scheduled_tokens or max_num_batched_tokens)
+            kv_groups, block_size, max(
+                1, max_num_scheduled_tokens or max_num_batched_tokens,
+                1 + num_speculative_tokens * max_in_flight if drafter is not None else 1,
+            )
         )
         cdef int64_t pool_tokens = groups.capacity(num_blocks - 1)
         self.limits = Limits(
@@ -67,7 +80,9 @@ cdef class Scheduler:
         self.drops_stale_output = stale_output == "drop"
         self.kv = KVManager(
             num_blocks, block_size, enable_prefix_caching, hash_algo, root_seed, eviction_policy, context_cost,
-            enable_partial_block_reuse, kv_groups, self.limits.max_num_scheduled_tokens, kv_connector,
+            enable_partial_block_reuse, kv_groups, max(
+                self.limits.max_num_scheduled_tokens, 1 + num_speculative_tokens * max_in_flight
+            ), kv_connector,
         )
         self.admission = Admission(
             self.kv, full_sequence_must_fit=full_sequence_must_fit, watermark=watermark,
@@ -191,7 +206,11 @@ cdef class Scheduler:
         cdef int64_t step_id = self.in_flight.last_step + 1
         if self.budget.cost is not None:
             self.budget.cost.note(step_id, self.scheduled)
-        cdef StepPlan plan = self.step_buffer.pack(step_id, self.scheduled, self.rows.take_left())
+        if self.drafter is not None:
+            self.add_drafts()
+        cdef StepPlan plan = self.step_buffer.pack(
+            step_id, self.scheduled, self.rows.take_left(), self.rows.num_rejected
+        )
         cdef Request request
         if plan.num_copies:
             for request in plan.joined:
@@ -245,7 +264,7 @@ cdef class Scheduler:
         """
         cdef int32_t first = request.num_computed_tokens + request.step_tokens
         cdef int32_t most = max(num_new, more_tokens(self.budget, request, request.step_tokens))
-        while most > num_new and not self.kv.extend(request, first + most, request.num_computed_tokens):
+        while most > num_new and not self.kv.extend(request, first + most, request.num_certain()):
             # One block less of the finest group; the others' blocks are multiples of it.
             most = max(num_new, (first + most - 1) // self.kv.block_size * self.kv.block_size - first)
         return most
@@ -276,11 +295,54 @@ cdef class Scheduler:
                 self.kv.publish_ahead(request)
         return 0
 
+    cdef int add_drafts(self) except -1:
+        """Appends drafts to rows that compute their newest token, from what nobody else needs (J5).
+
+        They take neither the token budget, only what the input budget has beyond it, nor anybody's blocks: free ones
+        alone. Whatever they come to, the rest of the step is as it would have been.
+        """
+        cdef int32_t left = self.limits.max_num_batched_tokens
+        cdef int32_t most, known
+        cdef Request request
+        if 0 < self.draft_batch_limit < len(self.running):
+            return 0
+        for request in self.scheduled:
+            left -= request.step_tokens
+        for request in self.scheduled:
+            most = self.most_drafts_of(request, left)
+            if most <= 0:
+                continue
+            most = self.drafter.draft(request, most)
+            known = request.num_computed_tokens + 1
+            if known + most > request.num_blocks * self.kv.block_size and not self.kv.extend(
+                request, known + most, request.num_certain()
+            ):
+                most = min(most, request.num_blocks * self.kv.block_size - known)
+            request.drafts.count = most
+            request.step_tokens += most
+            left -= most
+        return 0
+
+    cdef int32_t most_drafts_of(self, Request request, int32_t left) except -1:
+        """Most drafts of a request that is in the step being made."""
+        cdef int32_t known = request.num_tokens + request.num_in_flight
+        if request.step_tokens != 1 or request.num_computed_tokens + 1 != known or not request.takes_drafts:
+            return 0
+        if known < request.num_prompt_tokens + 1:
+            return 0  # its prompt's last token: of what follows nothing is known yet
+        if request.num_tokens < request.drafts.resume_at:
+            return 0
+        # The token that it samples anyway comes behind them.
+        return <int32_t> min(
+            min(left, request.drafts.most),
+            min(<int64_t> request.num_prompt_tokens + request.max_tokens, self.limits.max_total) - known - 1,
+        )
+
     cdef RoomOutcome make_room(self, Request request, int32_t target, Py_ssize_t* at) except *:
         """Gets blocks for a running request, from victims if need be; `at` is its index in `running`."""
         cdef Py_ssize_t victim_at
         cdef Request victim
-        while not self.kv.extend(request, target, request.num_computed_tokens):
+        while not self.kv.extend(request, target, request.num_certain()):
             if self.in_flight.deferred:
                 # Blocks of those that left are on their way: waiting a step beats recomputing a victim.
                 return ROOM_LATER
@@ -458,6 +520,8 @@ cdef class Scheduler:
                 self.prefix_hit_tokens += request.num_computed_tokens - num_loaded
                 if self.kv.remote is not None and self.kv.asks_remote(request):
                     self.kv.remote.count(request, request.num_computed_tokens - num_loaded, num_loaded)
+        if self.drafter is not None and request.takes_drafts and request.drafts is None:
+            request.drafts = DraftRecord(self.most_drafts)
         request.state = RUNNING
         request.step_tokens = num_new
         self.budget.left -= num_new
@@ -503,17 +567,26 @@ cdef class Scheduler:
         cdef const int32_t* tokens = &token_ids[0] if token_ids.shape[0] else NULL
         cdef bint any_ended = False
         cdef list changed = []
+        cdef int32_t reached, num_rejected
         self.kv.settled_step = plan.step_id
         if lost:
             self.give_up(plan, lost)
         for i in range(plan.num_rows):
             request = <Request> plan.requests[i]
+            reached = records[i].num_computed + records[i].num_new
+            num_rejected = 0
+            if self.drafter is not None:
+                num_rejected = self.count_rejected(&records[i], tokens, &reached)
             if request.state == FINISHED:
                 continue  # ended while the step was in flight: its token is one too many
             if records[i].epoch < request.first_valid_epoch:
                 plan.dropped_rows.append(i)
                 continue
-            if self.settle_row(request, &records[i], tokens):
+            if records[i].sample_index >= 0 and request.drafts is not None:
+                self.settle_drafts(request, &records[i], reached, num_rejected, tokens)
+                changed.append(request)
+                any_ended = any_ended or request.state == FINISHED
+            elif self.settle_row(request, &records[i], reached, tokens):
                 changed.append(request)
                 any_ended = any_ended or request.state == FINISHED
         if any_ended:
@@ -544,9 +617,56 @@ cdef class Scheduler:
         if self.budget.cost is not None:
             self.budget.cost.observe(plan.step_id, seconds)
 
-    cdef bint settle_row(self, Request request, const RowRecord* record, const int32_t* token_ids) except -1:
+    cdef int32_t count_rejected(self, const RowRecord* record, const int32_t* token_ids, int32_t* reached) noexcept:
+        """Drafts of a row that were rejected; sets what it really computed (E14, INV-43).
+
+        When the step was made, all drafts in flight counted as accepted. The device has taken off those rejected
+        since (`rejected` in `kernels/step.py`), and so is it done here, in the order of the steps, whether or not
+        anybody still wants to know: the count is the row's, and its next owner goes on with it.
+        """
+        cdef int32_t num_rejected = 0
+        cdef int32_t last = record.sample_index + record.num_drafts
+        reached[0] -= self.rows.num_rejected[record.row] - record.num_rejected
+        if record.num_drafts == 0:
+            return 0
+        while token_ids[last - num_rejected] < 0:  # never the first
+            num_rejected += 1
+        reached[0] -= num_rejected
+        self.rows.num_rejected[record.row] += num_rejected
+        self.num_drafts_total += 1
+        self.num_draft_tokens_total += record.num_drafts
+        self.num_accepted_tokens_total += record.num_drafts - num_rejected
+        return num_rejected
+
+    cdef bint settle_drafts(
+        self, Request request, const RowRecord* record, int32_t reached, int32_t num_rejected, const int32_t* token_ids
+    ) except -1:
+        """`settle_row` for a row that had drafts, or may have come behind some; counts are rolled back (INV-60)."""
+        cdef bint is_current = record.epoch == request.num_preemptions
+        cdef bint has_ended = False
+        cdef int32_t i
+        request.num_in_flight -= 1 + record.num_drafts
+        if is_current:
+            request.num_computed_tokens -= num_rejected
+        for i in range(record.num_drafts - num_rejected + 1):
+            request.append_token(token_ids[record.sample_index + i])
+            if request.ends_with(self.limits.max_total):
+                has_ended = True
+                break
+        request.drafts.settle(num_rejected, request.num_tokens, self.most_drafts)
+        if is_current:
+            # Accepted drafts are computed; those behind the end are nobody's text.
+            reached = min(reached, request.num_tokens)
+            self.kv.publish(request, reached)
+            request.num_proven = reached
+        if has_ended:
+            self.end(request, request.finish_reason)
+        return True
+
+    cdef bint settle_row(
+        self, Request request, const RowRecord* record, int32_t reached, const int32_t* token_ids
+    ) except -1:
         """Publishes what a row computed and appends what it sampled; returns whether there is news."""
-        cdef int32_t reached = record.num_computed + record.num_new
         # Preempted since: the blocks are gone, but a sampled token that was not dropped is as valid as before and is
         # delivered; to drop it means to compute it again with the same result (C19, INV-33).
         if record.epoch == request.num_preemptions:

@@ -21,7 +21,8 @@ cdef class StepBudget:
 cdef inline int64_t tokens_left(StepBudget self, Request request) noexcept:
     """Tokens that a running request could compute now: known + in flight - computed (C9)."""
     cdef int64_t known = <int64_t> request.num_tokens + request.num_in_flight
-    # The tokens in flight end it for certain: another one would be one too many (C13, INV-29).
+    # The tokens in flight end it: another one would be one too many (C13, INV-29). If drafts among them are rejected,
+    # it goes on when that is known.
     if request.num_in_flight > 0 and (
         known - request.num_prompt_tokens >= request.max_tokens or known >= self.limits.max_total
     ):

@@ -7,7 +7,10 @@ from aioengine.fastcore.request cimport Request
 cdef struct RowRecord:      # what update() needs to know about a row of a step in flight
     int32_t num_computed    # before the step
     int32_t num_new
-    int32_t sample_index    # -1 = none
+    int32_t sample_index    # of the first sample, -1 = none
+    int32_t num_drafts      # as many samples more
+    int32_t row
+    int32_t num_rejected    # in that row, as far as was known
     int32_t epoch           # the request's num_preemptions when the step was made
 
 
@@ -17,6 +20,7 @@ cdef class StepPlan:
     cdef readonly int32_t num_tokens
     cdef readonly int32_t num_samples
     cdef readonly int32_t num_copies
+    cdef readonly int32_t num_drafts
     cdef readonly list requests
     cdef readonly list sample_requests
     cdef readonly list joined
@@ -41,4 +45,4 @@ cdef class StepBuffer:
     cdef readonly int32_t max_join_blocks
     cdef readonly int32_t max_block_updates
 
-    cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows)
+    cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows, const int32_t* num_rejected)

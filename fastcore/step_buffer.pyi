@@ -49,10 +49,12 @@ class StepPlan:
     num_samples: int
     num_copies: int
     """Blocks to copy before the forward pass."""
+    num_drafts: int
+    """Draft tokens among the tokens."""
     requests: list[Request]
     """By row of the plan."""
     sample_requests: list[Request]
-    """By sample index."""
+    """By sample index; a row with drafts has a sample more than those."""
     joined: list[Request]
     """Those that got their row in this step: the runner rebuilds all state of the row."""
     left_rows: list[int]
@@ -65,9 +67,9 @@ class StepPlan:
     """The packed step, a slice of the ring; valid until `Scheduler.update(plan, ...)`."""
 
     def num_computed(self, index: int) -> int:
-        """Context length of plan row `index` before this step; RuntimeError after the update."""
+        """Context length of plan row `index` before this step, if all drafts in flight are accepted; RuntimeError after the update."""
     def num_new(self, index: int) -> int:
-        """Tokens of plan row `index` in this step; RuntimeError after the update."""
+        """Tokens of plan row `index` in this step, drafts included; RuntimeError after the update."""
 
 @final
 class StepBuffer:

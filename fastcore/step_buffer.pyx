@@ -118,10 +118,10 @@ cdef class StepBuffer:
     def __dealloc__(self):
         PyMem_Free(self.records)
 
-    cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows):
+    cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows, const int32_t* num_rejected):
         """Writes the step and moves the requests' counters past it.
 
-        Every request has `step_tokens` > 0 and blocks for them. The caller keeps within the limits given at
+        Every request has `step_tokens` > 0, its drafts included, and blocks for them; `num_rejected` is by row. The caller keeps within the limits given at
         creation: rows, tokens, and blocks of joining rows.
         """
         cdef StepPlan plan = StepPlan.__new__(StepPlan)
@@ -143,8 +143,8 @@ cdef class StepBuffer:
         plan.loads, plan.loaders = [], []
         for i in range(num_rows):
             request = <Request> requests[i]
-            pack_row(row, record, request, plan, num_tokens)
             pack_tokens(tokens + num_tokens, request)
+            pack_row(row, record, request, plan, num_tokens, num_rejected)
             num_tokens += request.step_tokens
             row += C_ROW_WORDS
             record += 1
@@ -172,17 +172,20 @@ cdef class StepBuffer:
         header[5], header[6] = C_HEADER_WORDS, <int32_t> (tokens - header)
         header[7], header[8] = <int32_t> (blocks - header), num_updates
         header[10], header[11] = <int32_t> (copies - header), plan.num_copies
+        header[12] = plan.num_drafts
         header[9] = header[10] + C_COPY_WORDS * plan.num_copies
         plan.buffer = self.ring[slot, :header[9]]
         return plan
 
 
 cdef inline int pack_row(
-    int32_t* row, RowRecord* record, Request request, StepPlan plan, int32_t query_start
+    int32_t* row, RowRecord* record, Request request, StepPlan plan, int32_t query_start, const int32_t* num_rejected
 ) except -1:
     cdef int32_t known = request.num_tokens + request.num_in_flight
-    cdef int32_t reached = request.num_computed_tokens + request.step_tokens
-    cdef int32_t flags = 0
+    cdef int32_t num_drafts = request.num_drafts()
+    cdef int32_t reached = request.num_computed_tokens + request.step_tokens - num_drafts
+    cdef int32_t flags = num_drafts << C_DRAFTS_SHIFT
+    cdef int32_t i
     cdef int32_t sample_index = -1
     row[6] = known - request.num_prompt_tokens
     if request.num_sent_blocks == 0:
@@ -196,17 +199,27 @@ cdef inline int pack_row(
     if reached == known and request.max_tokens > 0:
         flags |= C_SAMPLE
         sample_index = <int32_t> len(plan.sample_requests)
-        plan.sample_requests.append(request)
-        request.num_in_flight += 1
+        for i in range(1 + num_drafts):
+            plan.sample_requests.append(request)
+        request.num_in_flight += 1 + num_drafts
+        plan.num_drafts += num_drafts
+        if request.drafts is not None:
+            request.drafts.launch()
     row[0], row[1], row[2] = request.row, query_start, request.step_tokens
-    row[3], row[4], row[5], row[7] = request.num_computed_tokens, flags, sample_index, 0
+    row[3], row[4], row[5] = request.num_computed_tokens, flags, sample_index
+    row[7] = num_rejected[request.row]
     record.num_computed, record.num_new = request.num_computed_tokens, request.step_tokens
     record.sample_index, record.epoch = sample_index, request.num_preemptions
+    record.num_drafts, record.row, record.num_rejected = num_drafts, request.row, row[7]
     return 0
 
 
 cdef inline void pack_tokens(int32_t* tokens, Request request) noexcept:
-    cdef int32_t on_host = min(request.step_tokens, request.num_tokens - request.num_computed_tokens)
+    cdef int32_t num_drafts = request.num_drafts()
+    cdef int32_t num_needed = request.step_tokens - num_drafts
+    cdef int32_t on_host = min(num_needed, request.num_tokens - request.num_computed_tokens)
+    if num_drafts > 0:
+        memcpy(tokens + num_needed, request.drafts.ids, num_drafts * sizeof(int32_t))
     if on_host > 0:
         memcpy(tokens, request.tokens + request.num_computed_tokens, on_host * sizeof(int32_t))
     else:
@@ -283,12 +296,14 @@ def read_step(const int32_t[::1] buffer not None, int32_t long_chunk):
     cdef int32_t longest = 0
     cdef list scored = []
     cdef list long_rows = []
-    cdef int32_t i
+    cdef int32_t i, k
     for i in range(num_rows):
         query_lens[i] = row[2]
         longest = max(longest, row[2])
         if row[5] >= 0:
-            sample_rows[row[5]], sample_outputs[row[5]], sample_plan_rows[row[5]] = row[0], row[6], i
+            for k in range((row[4] >> C_DRAFTS_SHIFT) + 1):
+                sample_rows[row[5] + k], sample_outputs[row[5] + k] = row[0], row[6] + k
+                sample_plan_rows[row[5] + k] = i
         if row[4] & C_PROMPT_LOGITS:
             scored.append((i, row[1]))
         if row[2] >= long_chunk:

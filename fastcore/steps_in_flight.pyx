@@ -24,9 +24,12 @@ cdef class StepsInFlight:
             raise RuntimeError(f"{plan!r} is not the oldest step in flight")
         if token_ids.shape[0] != plan.num_samples:
             raise ValueError(f"{plan!r} got {token_ids.shape[0]} token ids")
-        for i in range(plan.num_samples):
-            if token_ids[i] < 0:
-                raise ValueError(f"{plan!r} got the token id {token_ids[i]} for sample {i}")
+        if plan.num_drafts == 0:
+            for i in range(plan.num_samples):
+                if token_ids[i] < 0:
+                    raise ValueError(f"{plan!r} got the token id {token_ids[i]} for sample {i}")
+        else:
+            check_samples(plan, token_ids)
         del self.plans[0]
         plan.records = NULL
         self.last_updated = plan.step_id
@@ -82,11 +85,26 @@ cdef class StepsInFlight:
         cdef Py_ssize_t i
         for plan in self.plans:
             for i in range(plan.num_rows):
-                count += (
+                if (
                     plan.requests[i] is request and plan.records[i].sample_index >= 0
                     and plan.records[i].epoch >= request.first_valid_epoch
-                )
+                ):
+                    count += 1 + plan.records[i].num_drafts
         return count
+
+
+cdef int check_samples(StepPlan plan, const int32_t[::1] token_ids) except -1:
+    """Raises ValueError unless each row that samples got a token at least, and nothing behind a rejected draft."""
+    cdef Py_ssize_t i, k
+    cdef const RowRecord* record
+    for i in range(plan.num_rows):
+        record = &plan.records[i]
+        for k in range(record.sample_index, record.sample_index + record.num_drafts + 1 if record.sample_index >= 0 else 0):
+            if token_ids[k] < 0 and (k == record.sample_index or token_ids[k] != -1):
+                raise ValueError(f"{plan!r} got the token id {token_ids[k]} for sample {k}")
+            if k > record.sample_index and token_ids[k] >= 0 and token_ids[k - 1] < 0:
+                raise ValueError(f"{plan!r} got the token id {token_ids[k]} behind a rejected one")
+    return 0
 
 
 cdef inline bint is_fenced(object request) noexcept:

@@ -163,7 +163,7 @@ def test_a_joined_row_sends_each_group_from_its_window_on() -> None:
     scheduler.add(again)
     words = step(scheduler).buffer
     blocks = words[words[layout.HEADER_OFF_BLOCKS] : words[layout.HEADER_OFF_COPIES]].reshape(-1, 3).tolist()
-    assert words[layout.HEADER_VERSION] == layout.VERSION == 3 and again.num_cached_tokens == 20
+    assert words[layout.HEADER_VERSION] == layout.VERSION == 4 and again.num_cached_tokens == 20
     # The query at 20 reads 15 .. 20 in the second group: blocks from the 7th on. Its rows begin at max_num_seqs.
     assert [(row, at) for row, at, _ in blocks] == [*((0, i) for i in range(11)), *((4, i) for i in range(7, 11))]
 
