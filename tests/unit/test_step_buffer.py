@@ -52,7 +52,7 @@ def test_layout_of_a_mixed_step() -> None:
     scheduler.add(Request("b", list(range(20, 30)), max_tokens=4, wants_prompt_logits=True))
     first = next_plan(scheduler)
     assert first.buffer.dtype == np.int32 and first.buffer.flags.c_contiguous
-    assert first.buffer[:16].tolist() == [3, 1, 2, 12, 1, 16, 32, 44, 4, 56, 56, 0, 0, 0, 0, 0]
+    assert first.buffer[:16].tolist() == [4, 1, 2, 12, 1, 16, 32, 44, 4, 56, 56, 0, 0, 0, 0, 0]
     rows, tokens, blocks = sections(first)
     assert rows == [[0, 0, 5, 0, 1 | 4, 0, 0, 0], [1, 5, 7, 0, 2 | 4, -1, 0, 0]]
     assert tokens == [10, 11, 12, 13, 14, *range(20, 27)]
