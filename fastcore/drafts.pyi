@@ -12,7 +12,7 @@ class Drafter:
     """Base of drafters; `propose` is to be overridden."""
 
     def propose(self, request: Request, most: int) -> Iterable[int]:
-        """Up to `most` token ids that may follow the request's tokens, those in flight (`drafts_in_flight`) included."""
+        """Up to `most` token ids that may follow the request's tokens and what is in flight (`drafts_in_flight`)."""
 
 @final
 class NgramDrafter(Drafter):

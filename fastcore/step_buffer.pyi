@@ -67,7 +67,10 @@ class StepPlan:
     """The packed step, a slice of the ring; valid until `Scheduler.update(plan, ...)`."""
 
     def num_computed(self, index: int) -> int:
-        """Context length of plan row `index` before this step, if all drafts in flight are accepted; RuntimeError after the update."""
+        """Context length of plan row `index` before this step, if all drafts in flight are accepted.
+
+        RuntimeError after the update.
+        """
     def num_new(self, index: int) -> int:
         """Tokens of plan row `index` in this step, drafts included; RuntimeError after the update."""
 

@@ -7,6 +7,10 @@ text, as it is if what is read in step N was written by a step <= N. The steps i
 a block which was given away too early shows. Each KV group writes values of its own and reads only its windows,
 but those whole: from the first position that the step's first query reads.
 
+Drafts are verified as on a real device: where a row begins is what the scheduler says less what was rejected in it
+since; a rejected draft leaves KV of another text, which nobody may read, and what is sampled behind it is told to
+nobody.
+
 A row that fails spoils what it writes in that step. Who hit that before the step was settled computes spoiled
 KV and fails in turn; who got its row afterwards must not find any. So it is with a block that could not be loaded,
 only that nobody fails for good: whatever such rows sample or report must be told to nobody.
@@ -30,7 +34,7 @@ from aioengine.fastcore.step_buffer import StepPlan
 from aioengine.runner import StepResult
 from tests.oracle.kv import Group, first_read
 from tests.simulation.tier import SimTier
-from tests.simulation.truth import Truth, sampled
+from tests.simulation.truth import Truth, chained, sampled
 
 _LOST = 1 << 40
 """Above every step: what tells a block that could not be loaded from one that a failed row has written."""
@@ -50,6 +54,10 @@ class _Stay:
     """It computes on what another, whose row failed, has computed."""
     has_lost: bool = False
     """It computes on what could not be loaded."""
+    known_rejected: int = 0
+    """Drafts that had been rejected in its row before."""
+    end: int = 0
+    """Positions that it has computed for good."""
 
 
 @dataclass(slots=True)
@@ -65,6 +73,14 @@ class _Row:
     num_computed: int
     sample_index: int
     plan_row: int
+    num_drafts: int
+    """The last of `ids`."""
+    known_rejected: int
+    """Drafts rejected in its row, as the scheduler knew."""
+    num_unsure: int
+    """Positions by which it may begin earlier than the scheduler says."""
+    num_accepted: int = 0
+    """Drafts that are its text, once it has run."""
 
 
 @dataclass(slots=True)
@@ -89,6 +105,7 @@ class SimDevice:
         kv_groups: as the scheduler got them.
         step_seconds: a step takes one of these; with 0 it has run when `launch` returns.
         tier: what it loads from.
+        most_step_tokens: how far the ends of a step's tokens and of what its first query reads lie apart, at most.
     """
 
     def __init__(
@@ -98,8 +115,10 @@ class SimDevice:
         step_seconds: Sequence[float],
         seed: int,
         tier: SimTier | None = None,
+        most_step_tokens: int = 0,
     ) -> None:
         self._tier = tier
+        self._most_step_tokens = most_step_tokens or scheduler.max_num_scheduled_tokens
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
         self._groups = kv_groups
@@ -109,6 +128,7 @@ class SimDevice:
         self._loop = asyncio.get_running_loop()
         self._kv: list[list[int]] = [[0] * max(self._sizes) for _ in range(scheduler.num_blocks)]
         self._last_token: dict[int, int] = {}
+        self._rejected = [0] * scheduler.max_num_seqs
         self._stays: dict[Request, _Stay] = {}
         self._launched: deque[_Launched] = deque()
         self.is_failing = False
@@ -118,6 +138,7 @@ class SimDevice:
         self.num_copies = 0
         self.num_spoiled = 0
         self.num_lost = 0
+        self.num_accepted = self.num_rejected = 0
         self.read_lost: dict[int, set[int]] = {}
         """By step that was not settled yet: rows of its plan that have read what could not be loaded."""
 
@@ -157,7 +178,11 @@ class SimDevice:
             by_row[request.row] = request
             if record[layout.ROW_FLAGS] & layout.FLAG_JOINED:
                 truth.reached = record[layout.ROW_NUM_COMPUTED]
-                self._stays[request] = _Stay([{} for _ in self._groups], self.settled_step)
+                known_rejected = record[layout.ROW_NUM_REJECTED]
+                assert known_rejected == self._rejected[request.row], f"row {request.row} is joined too early"
+                self._stays[request] = _Stay(
+                    [{} for _ in self._groups], self.settled_step, known_rejected=known_rejected, end=truth.reached
+                )
                 late = [row.request for launched in self._launched for row in launched.rows if row.row == request.row]
                 assert not late, f"{request} joined row {request.row}, to which a step of {late} writes (INV-45)"
                 assert truth.reached < len(truth.tokens), f"{request}: nothing is left to compute (INV-16)"
@@ -207,31 +232,39 @@ class SimDevice:
         assert not set(written).intersection(targets), "a block that is loaded is written"
 
     def _read_row(self, plan: StepPlan, i: int, request: Request, record: list[int], tokens: list[int]) -> _Row:
-        row, start, num_new, num_computed, flags, sample_index, num_output, _ = record
-        truth: Truth = request.sampling
-        end = num_computed + num_new
-        assert num_new > 0 and end <= self._scheduler.max_model_len, f"{request}: INV-27"
-        assert num_computed == truth.reached, f"{request} is computed twice or skipped: {truth.reached} (INV-28)"
-        truth.reached = end
+        row, start, num_new, num_computed, flags, sample_index, num_output, known_rejected = record
+        truth, stay = request.sampling, self._stays[request]
+        num_drafts, end = flags >> layout.DRAFTS_SHIFT, num_computed + num_new
+        num_unsure = sum(map(len, request.drafts_in_flight())) - num_drafts
+        assert num_new > num_drafts and end <= self._scheduler.max_model_len, f"{request}: INV-27"
+        rolled_back = known_rejected - stay.known_rejected
+        assert num_computed + rolled_back == truth.reached, f"{request} is computed twice or skipped (INV-28, INV-43)"
+        truth.reached += num_new
+        assert num_drafts == 0 or (num_new == 1 + num_drafts and sample_index >= 0 and request.takes_drafts)
         for group, (table, size) in enumerate(zip(self._stays[request].tables, self._sizes, strict=True)):
-            self._check_table(request, group, table, num_computed)
+            self._check_table(request, group, table, num_computed - num_unsure)
             # What this step fills may be shared by now; it is written in no other (INV-28).
             for block_id in [table[end // size]] if end % size else []:
                 assert self._pool.num_refs(block_id) == 1, f"{request} writes the shared block {block_id} (INV-25)"
                 assert not self._pool.is_hashed(block_id), f"{request} writes the hashed block {block_id} (INV-12)"
-        known = request.num_tokens + request.num_in_flight - (sample_index >= 0)
-        assert bool(flags & layout.FLAG_SAMPLE) == (sample_index >= 0) == (end == known and truth.max_tokens > 0)
+        known = request.num_tokens + request.num_in_flight - (1 + num_drafts if sample_index >= 0 else 0)
+        samples = end - num_drafts == known and truth.max_tokens > 0
+        assert bool(flags & layout.FLAG_SAMPLE) == (sample_index >= 0) == samples
         assert num_output == known - request.num_prompt_tokens
-        assert num_output < truth.max_tokens or not request.num_in_flight, (
+        assert num_output + num_drafts < truth.max_tokens or not request.num_in_flight, (
             f"{request}: its last token is in flight (INV-29)"
         )
         if sample_index >= 0:
-            assert plan.sample_requests[sample_index] is request
+            own = plan.sample_requests[sample_index : sample_index + 1 + num_drafts]
+            assert own == [request] * (1 + num_drafts)
         if flags & layout.FLAG_PROMPT_LOGITS:
             assert truth.params.prompt_logprobs is not None and num_computed < truth.num_scored
             truth.num_scored = min(end + 1, len(truth.prompt))
         ids = tokens[start : start + num_new]
-        return _Row(request, request.num_preemptions, self._stays[request], row, ids, num_computed, sample_index, i)
+        return _Row(
+            request, request.num_preemptions, stay, row, ids, num_computed, sample_index, i,
+            num_drafts, known_rejected, num_unsure,
+        )  # fmt: skip
 
     def _check_table(self, request: Request, group: int, table: dict[int, int], num_computed: int) -> None:
         """The device's table is the request's, but where its blocks fell out of the window, and no other did."""
@@ -241,7 +274,7 @@ class SimDevice:
         assert ids[num_out:] == [table.get(i) for i in range(num_out, len(ids))], f"{request}: {table} (INV-39)"
         kind, window, _ = self._groups[group]
         if kind != "full":
-            most = -(-(window - 1 + self._scheduler.max_num_scheduled_tokens) // size) + 1
+            most = -(-(window - 1 + self._most_step_tokens) // size) + 1
             assert len(ids) - num_out <= most, f"{request} has {len(ids) - num_out} blocks of group {group}, not {most}"
 
     def _written_by(self, row: _Row) -> list[int]:
@@ -249,7 +282,7 @@ class SimDevice:
         return [
             block_id
             for group in range(len(self._groups))
-            for block_id in self._blocks(row, group, row.num_computed, end)
+            for block_id in self._blocks(row, group, row.num_computed - row.num_unsure, end)
         ]
 
     def _blocks(self, row: _Row, group: int, start: int, end: int) -> list[int]:
@@ -303,29 +336,69 @@ class SimDevice:
             self._kv[target] = self._kv[source].copy()
         self.num_copies += len(launched.copies)
         for row in launched.rows:
-            truth: Truth = row.request.sampling
-            end = row.num_computed + len(row.ids)
-            truth.grow(end)
-            if row.sample_index >= 0 and truth.fails_at and end - len(truth.prompt) + 1 == truth.fails_at:
+            first = self._place(row)
+            if row.sample_index >= 0 and 0 <= row.request.sampling.fails_at - first <= row.num_accepted:
                 failures[row.plan_row] = "the row failed, as the script wants"
                 self._write(row, [_spoiled_in(plan.step_id)] * len(row.ids))
                 self.has_spoiled = True
             else:
-                self._write(row, truth.chain[row.num_computed : end])
+                self._write(row, self._values(row))
         while self.has_spoiled and any(self._spoil(row) for row in launched.rows):
             pass  # rows read what others write in the same step
         for row in launched.rows:
-            value = self._read(row)
+            num_rejected = row.num_drafts - row.num_accepted
+            del row.ids[len(row.ids) - num_rejected :]
+            values = self._read(row)
+            row.stay.end = row.num_computed + len(row.ids)
             if row.sample_index < 0:
                 continue
             if row.stay.is_spoiled:
                 failures[row.plan_row] = "the row read what a failed one has written"
             elif row.stay.has_lost and self._rng.random() < 0.3:
                 failures[row.plan_row] = "the row read what was not loaded"
-            token_id = sampled(value, row.request.sampling.seed)
-            samples[row.sample_index] = self._last_token[row.row] = token_id
+            self._verify(row, values[len(values) - 1 - row.num_accepted :], samples)
         self.read_lost[plan.step_id] = {row.plan_row for row in launched.rows if row.stay.has_lost}
         return StepResult(samples, failures=failures or None, lost_blocks=lost)
+
+    def _place(self, row: _Row) -> int:
+        """Finds where a row really begins and which drafts are its text; returns the number of its first output."""
+        truth: Truth = row.request.sampling
+        late = self._rejected[row.row] - row.known_rejected
+        assert 0 <= late <= row.num_unsure, f"{row.request}: {late} drafts were rejected of {row.num_unsure}"
+        row.num_computed -= late
+        assert row.num_computed == row.stay.end, f"{row.request} goes on at {row.num_computed}, not {row.stay.end}"
+        end = row.num_computed + len(row.ids)
+        truth.grow(end)
+        first = end - row.num_drafts
+        while (
+            row.num_accepted < row.num_drafts
+            and row.ids[row.num_accepted - row.num_drafts] == truth.tokens[first + row.num_accepted]
+        ):
+            row.num_accepted += 1
+        return first - len(truth.prompt) + 1
+
+    def _values(self, row: _Row) -> list[int]:
+        """KV of its tokens; behind a rejected draft that of another text."""
+        truth: Truth = row.request.sampling
+        end = row.num_computed + len(row.ids) - row.num_drafts
+        values = truth.chain[row.num_computed : end]
+        for token_id in row.ids[len(row.ids) - row.num_drafts :]:
+            values.append(chained(values[-1], token_id))
+        return values
+
+    def _verify(self, row: _Row, values: list[int], samples: np.ndarray) -> None:
+        """Samples behind each accepted draft; one that reads spoiled KV may find otherwise than its text."""
+        drafts = row.ids[len(row.ids) - row.num_accepted :]
+        for i, value in enumerate(values):
+            token_id = sampled(value, row.request.sampling.seed)
+            samples[row.sample_index + i] = self._last_token[row.row] = token_id
+            if i < len(drafts) and token_id != drafts[i]:
+                row.stay.end -= row.num_accepted - i
+                row.num_accepted = i
+                break
+        self._rejected[row.row] += row.num_drafts - row.num_accepted
+        self.num_accepted += row.num_accepted
+        self.num_rejected += row.num_drafts - row.num_accepted
 
     def _load(self, plan: StepPlan, block_hash: bytes, block_id: int) -> bool:
         assert self._tier is not None, "a load without a connector"
@@ -367,27 +440,27 @@ class SimDevice:
         self._write(row, [spoiled] * len(row.ids))
         return True
 
-    def _read(self, row: _Row) -> int:
-        """Reads the context of a row in every group; returns the KV of its last position."""
+    def _read(self, row: _Row) -> list[int]:
+        """Reads the context of a row in every group; returns what it read in the first."""
         truth, start = row.request.sampling, row.num_computed
         for group in range(1, len(self._groups)):
             self._check_context(row, group)
-        last = self._check_context(row, 0)
+        context = self._check_context(row, 0)
         ids = row.ids
-        if ids == [-1]:
-            ids = [self._last_token[row.row]]
+        if ids[0] == -1:
+            ids = [self._last_token[row.row], *ids[1:]]
         assert row.stay.is_spoiled or row.stay.has_lost or ids == truth.tokens[start : start + len(ids)], (
             f"{truth.name} got the tokens {ids} at {start} (INV-41)"
         )
-        return last
+        return context
 
-    def _check_context(self, row: _Row, group: int) -> int:
-        """Holds what a row reads in a group against its text; returns the last value."""
+    def _check_context(self, row: _Row, group: int) -> list[int]:
+        """Holds what a row reads in a group against its text; returns it."""
         truth, own = row.request.sampling, group * _GROUP
         start, context = self._context(row, group)
         wanted = truth.chain[start : start + len(context)]
         if group == 0 and context == wanted:
-            return context[-1]
+            return context
         for position, (got, value) in enumerate(zip(context, wanted, strict=True), start=start):
             if got == value + own:
                 continue
@@ -405,7 +478,7 @@ class SimDevice:
                 continue
             self.num_spoiled += not (row.stay.is_spoiled or truth.fails_at)
             row.stay.is_spoiled = truth.was_spoiled = True
-        return context[-1]
+        return context
 
 
 def _spoiled_in(step_id: int) -> int:

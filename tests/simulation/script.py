@@ -1,6 +1,7 @@
 """What happens in one simulated run: options, a device's pace, and the events, all as plain values.
 
-`kv_connector` stands for a `SimTier`: the share that it keeps, and that of loads that fail.
+`kv_connector` stands for a `SimTier`: the share that it keeps, and that of loads that fail; `drafter` for a
+`SimDrafter`: most drafts of a row, the share of them that is right, and the batch in which there are none any more.
 
 A seed makes a script and a script makes a run, so a run can be cut down by dropping events and printed as a few
 lines that anybody can paste. New options of the scheduler are one line in `OPTIONS`.
@@ -75,6 +76,7 @@ OPTIONS: Mapping[str, Option] = {
         [None, None, (1.0, 0.0), (0.9, 0.3), (0.6, 0.05)],
         lambda o: o["enable_prefix_caching"] and len(o["kv_groups"]) == 1,
     ),
+    "drafter": Option([None, None, (1, 0.8, 0), (3, 0.5, 0), (4, 1.0, 0), (4, 0.9, 2), (16, 0.7, 0)]),
 }
 
 UNBIASED = (

@@ -53,7 +53,8 @@ def test_no_seed_breaks_a_rule() -> None:
     ends = ("stop", "length", "abort", "failed", "left", "refused")
     hits = ("hit tokens", "hit tokens of several groups", "copies")
     loads = ("loaded tokens", "lost blocks", "preempted for lost blocks")
-    for kind in (*ends, "preempted", "made way", *hits, *loads, "spoiled", "with media"):
+    drafts = ("accepted drafts", "rejected drafts")
+    for kind in (*ends, "preempted", "made way", *hits, *loads, *drafts, "spoiled", "with media"):
         assert batch.counts[kind] > 20, f"the load no longer reaches {kind}"
 
 

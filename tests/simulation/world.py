@@ -31,6 +31,7 @@ from aioengine.types import RequestOutput, SamplingParams
 from tests.oracle.kv import NaiveKV
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.device import SimDevice
+from tests.simulation.drafting import SimDrafter
 from tests.simulation.script import Abort, Add, Cancel, Close, DeviceFails, Event, Govern, Options, Reset, Script
 from tests.simulation.tier import SimTier
 from tests.simulation.truth import EOS, VOCAB_SIZE, OneCharTokens, Truth, stem_tokens
@@ -85,8 +86,14 @@ def naive_kv(options: Options) -> NaiveKV:
         2,
         options["block_size"],
         kv_groups=options["kv_groups"],
-        max_step_tokens=options["max_num_scheduled_tokens"] or options["max_num_batched_tokens"],
+        max_step_tokens=most_step_tokens(options),
     )
+
+
+def most_step_tokens(options: Options) -> int:
+    """Tokens of a request in one step at most, those included by which it may begin earlier."""
+    own = options["max_num_scheduled_tokens"] or options["max_num_batched_tokens"]
+    return max(own, 1 + options["drafter"][0] * options["max_in_flight"] if options["drafter"] else 0)
 
 
 class _Watched:
@@ -123,7 +130,9 @@ class _Watched:
             stuck = scheduler.num_in_flight_steps == 0 and (scheduler.num_running or scheduler.waiting_requests())
             assert not stuck, f"nothing runs although something could: {scheduler.waiting_requests()}"
             return None
-        assert plan.num_tokens <= scheduler.max_num_scheduled_tokens, f"{plan}: INV-27"
+        num_needed = plan.num_tokens - plan.num_drafts
+        assert num_needed <= scheduler.max_num_scheduled_tokens, f"{plan}: INV-27"
+        assert plan.num_tokens <= scheduler.max_num_batched_tokens, f"{plan}: INV-27"
         assert scheduler.num_running <= scheduler.max_num_active_seqs, f"{plan}: INV-27"
         num_victims = scheduler.num_preemptions_total - num_before
         if num_victims and plan.joined:
@@ -131,10 +140,10 @@ class _Watched:
             assert len(plan.joined) == 1, f"{plan} admitted others than the one it preempted for (INV-30)"
         if plan.joined:
             self._check_order(plan)
-        if self._uses_all and plan.num_tokens < scheduler.max_num_scheduled_tokens:
+        if self._uses_all and num_needed < scheduler.max_num_scheduled_tokens:
             self._check_nothing_is_left(plan, num_victims)
         if alone:
-            num_new, request = plan.num_new(0), plan.requests[0]
+            num_new, request = plan.num_new(0) - plan.num_drafts, plan.requests[0]
             missing = request.num_tokens + request.num_in_flight - plan.num_computed(0)
             missing -= plan.num_samples  # what it samples now is in flight already
             assert num_new == min(missing, scheduler.max_num_scheduled_tokens), f"{request} was cut alone (INV-28)"
@@ -214,10 +223,17 @@ class _World:
         loop = asyncio.get_running_loop()
         script, options = self.script, dict(self.script.options)
         shares = options.pop("kv_connector")
+        drafting = options.pop("drafter")
+        if drafting is not None:
+            most, share, limit = drafting
+            options["drafter"] = SimDrafter(share, script.seed)
+            options["num_speculative_tokens"], options["draft_batch_limit"] = most, limit
         self.tier = tier = None if shares is None else SimTier(*shares, script.seed)
         self.scheduler = scheduler = Scheduler(clock=loop.time, root_seed=b"simulation", kv_connector=tier, **options)
         self.control = CacheControl(scheduler)
-        self.device = SimDevice(scheduler, options["kv_groups"], script.step_seconds, script.seed, tier)
+        self.device = SimDevice(
+            scheduler, options["kv_groups"], script.step_seconds, script.seed, tier, most_step_tokens(script.options)
+        )
         self.live = LiveRequests(
             scheduler,
             EngineMetrics(_no_stats, "sim"),
@@ -531,6 +547,10 @@ class _World:
         counts["hit tokens"] = scheduler.prefix_hit_tokens
         counts["hit tokens of several groups"] = scheduler.prefix_hit_tokens * (scheduler.kv.more is not None)
         counts["copies"] = self.device.num_copies
+        counts["accepted drafts"], counts["rejected drafts"] = self.device.num_accepted, self.device.num_rejected
+        told = scheduler.num_accepted_tokens_total, scheduler.num_draft_tokens_total
+        seen = self.device.num_accepted, self.device.num_accepted + self.device.num_rejected
+        assert told == seen or self.is_over
         counts["spoiled"] = self.device.num_spoiled
         counts["loaded tokens"] = scheduler.num_external_hit_tokens
         counts["lost blocks"] = self.device.num_lost
