@@ -459,7 +459,7 @@ FAULTS = (
         "go on behind rejected drafts",
         "fastcore/scheduler.pyx",
         "            request.num_computed_tokens -= num_rejected\n",
-        "",
+        "            pass\n",
     ),
     Fault(
         "publish what rejected drafts have filled",
