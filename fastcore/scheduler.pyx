@@ -209,7 +209,7 @@ cdef class Scheduler:
         if self.drafter is not None:
             self.add_drafts()
         cdef StepPlan plan = self.step_buffer.pack(
-            step_id, self.scheduled, self.rows.take_left(), self.rows.num_rejected
+            step_id, self.scheduled, self.rows.take_left(), NULL if self.drafter is None else self.rows.num_rejected
         )
         cdef Request request
         if plan.num_copies:
@@ -582,7 +582,7 @@ cdef class Scheduler:
             if records[i].epoch < request.first_valid_epoch:
                 plan.dropped_rows.append(i)
                 continue
-            if records[i].sample_index >= 0 and request.drafts is not None:
+            if self.drafter is not None and records[i].sample_index >= 0 and request.drafts is not None:
                 self.settle_drafts(request, &records[i], reached, num_rejected, tokens)
                 changed.append(request)
                 any_ended = any_ended or request.state == FINISHED

@@ -121,7 +121,8 @@ cdef class StepBuffer:
     cdef StepPlan pack(self, int64_t step_id, list requests, list left_rows, const int32_t* num_rejected):
         """Writes the step and moves the requests' counters past it.
 
-        Every request has `step_tokens` > 0, its drafts included, and blocks for them; `num_rejected` is by row. The caller keeps within the limits given at
+        Every request has `step_tokens` > 0, its drafts included, and blocks for them. `num_rejected` is by row; NULL if
+        nobody ever has drafts. The caller keeps within the limits given at
         creation: rows, tokens, and blocks of joining rows.
         """
         cdef StepPlan plan = StepPlan.__new__(StepPlan)
@@ -135,6 +136,7 @@ cdef class StepBuffer:
         cdef RowRecord* record = self.records + slot * self.max_rows
         cdef Request request
         cdef Py_ssize_t i
+        cdef int32_t num_drafts
         cdef int32_t num_tokens = 0
         cdef int32_t num_updates = 0
 
@@ -143,8 +145,13 @@ cdef class StepBuffer:
         plan.loads, plan.loaders = [], []
         for i in range(num_rows):
             request = <Request> requests[i]
-            pack_tokens(tokens + num_tokens, request)
-            pack_row(row, record, request, plan, num_tokens, num_rejected)
+            num_drafts = 0 if num_rejected == NULL else request.num_drafts()
+            pack_tokens(tokens + num_tokens, request, num_drafts)
+            pack_row(row, record, request, plan, num_tokens, num_drafts)
+            if num_rejected != NULL:
+                row[7] = record.num_rejected = num_rejected[request.row]
+                if record.sample_index >= 0 and request.drafts is not None:
+                    request.drafts.launch()
             num_tokens += request.step_tokens
             row += C_ROW_WORDS
             record += 1
@@ -179,10 +186,9 @@ cdef class StepBuffer:
 
 
 cdef inline int pack_row(
-    int32_t* row, RowRecord* record, Request request, StepPlan plan, int32_t query_start, const int32_t* num_rejected
+    int32_t* row, RowRecord* record, Request request, StepPlan plan, int32_t query_start, int32_t num_drafts
 ) except -1:
     cdef int32_t known = request.num_tokens + request.num_in_flight
-    cdef int32_t num_drafts = request.num_drafts()
     cdef int32_t reached = request.num_computed_tokens + request.step_tokens - num_drafts
     cdef int32_t flags = num_drafts << C_DRAFTS_SHIFT
     cdef int32_t i
@@ -203,19 +209,15 @@ cdef inline int pack_row(
             plan.sample_requests.append(request)
         request.num_in_flight += 1 + num_drafts
         plan.num_drafts += num_drafts
-        if request.drafts is not None:
-            request.drafts.launch()
     row[0], row[1], row[2] = request.row, query_start, request.step_tokens
-    row[3], row[4], row[5] = request.num_computed_tokens, flags, sample_index
-    row[7] = num_rejected[request.row]
+    row[3], row[4], row[5], row[7] = request.num_computed_tokens, flags, sample_index, 0
     record.num_computed, record.num_new = request.num_computed_tokens, request.step_tokens
     record.sample_index, record.epoch = sample_index, request.num_preemptions
-    record.num_drafts, record.row, record.num_rejected = num_drafts, request.row, row[7]
+    record.num_drafts, record.row, record.num_rejected = num_drafts, request.row, 0
     return 0
 
 
-cdef inline void pack_tokens(int32_t* tokens, Request request) noexcept:
-    cdef int32_t num_drafts = request.num_drafts()
+cdef inline void pack_tokens(int32_t* tokens, Request request, int32_t num_drafts) noexcept:
     cdef int32_t num_needed = request.step_tokens - num_drafts
     cdef int32_t on_host = min(num_needed, request.num_tokens - request.num_computed_tokens)
     if num_drafts > 0:

@@ -524,7 +524,7 @@ FAULTS = (
     Fault(
         "tell the device of no rejection",
         "fastcore/step_buffer.pyx",
-        "    row[7] = num_rejected[request.row]\n",
-        "    row[7] = 0\n",
+        "row[7] = record.num_rejected = num_rejected[request.row]\n",
+        "pass\n",
     ),
 )

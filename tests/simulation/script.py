@@ -24,6 +24,8 @@ class Option:
     values: Sequence[Any]
     needs: Callable[[Options], bool] = lambda _: True
     """Whether it may differ from its plainest value, given the options above it."""
+    is_apart: bool = False
+    """Drawn by a generator of its own, so that all else of a seed's script is as without it."""
 
 
 FULL = ("full", 0, 1)
@@ -76,7 +78,7 @@ OPTIONS: Mapping[str, Option] = {
         [None, None, (1.0, 0.0), (0.9, 0.3), (0.6, 0.05)],
         lambda o: o["enable_prefix_caching"] and len(o["kv_groups"]) == 1,
     ),
-    "drafter": Option([None, None, (1, 0.8, 0), (3, 0.5, 0), (4, 1.0, 0), (4, 0.9, 2), (16, 0.7, 0)]),
+    "drafter": Option([None, None, (1, 0.8, 0), (3, 0.5, 0), (4, 1.0, 0), (4, 0.9, 2), (16, 0.7, 0)], is_apart=True),
 }
 
 UNBIASED = (
@@ -214,6 +216,8 @@ def draw_script(seed: int, num_steps: int) -> Script:
     """The script of a seed, which keeps an engine busy for very roughly `num_steps` steps."""
     rng = random.Random(seed)
     options = draw_options(rng)
+    for name in (name for name, option in OPTIONS.items() if option.is_apart):
+        options[name] = random.Random(f"{name} {seed}").choice(OPTIONS[name].values)
     step_seconds = rng.choice([(1.0,), (0.0,), (0.0, 1.0), (0.2, 1.0, 4.0), (0.5, 0.5, 0.5, 20.0)])
     traffic = _Traffic(rng, options, seed)
     if rng.random() < 0.6:  # a pool that a few requests fill
@@ -228,7 +232,7 @@ def draw_options(rng: random.Random) -> Options:
     unusual = rng.choice([0.2, 1.0])
     options: Options = {}
     for name, option in OPTIONS.items():
-        value = rng.choice(option.values)
+        value = option.values[0] if option.is_apart else rng.choice(option.values)
         is_free = option.needs(options) and (name in UNBIASED or rng.random() < unusual)
         options[name] = value if is_free else option.values[0]
     return options
