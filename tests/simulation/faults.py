@@ -476,8 +476,8 @@ FAULTS = (
     Fault(
         "count the rejections of living requests alone",
         "fastcore/scheduler.pyx",
-        "            if self.drafter is not None:\n                num_rejected = self.count",
-        "            if self.drafter is not None and request.state != FINISHED:\n                num_rejected = self.count",
+        "            if self.drafter is not None:\n                num_rejected =",
+        "            if self.drafter is not None and request.state != FINISHED:\n                num_rejected =",
     ),
     Fault(
         "wait for rejected samples for ever",

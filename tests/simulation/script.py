@@ -232,7 +232,10 @@ def draw_options(rng: random.Random) -> Options:
     unusual = rng.choice([0.2, 1.0])
     options: Options = {}
     for name, option in OPTIONS.items():
-        value = option.values[0] if option.is_apart else rng.choice(option.values)
+        if option.is_apart:
+            options[name] = option.values[0]
+            continue
+        value = rng.choice(option.values)
         is_free = option.needs(options) and (name in UNBIASED or rng.random() < unusual)
         options[name] = value if is_free else option.values[0]
     return options
