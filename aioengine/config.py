@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from aioengine.errors import InvalidConfig
+from aioengine.speculation import parse as parse_speculation
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -161,6 +162,12 @@ class SchedulerConfig:
         "compute them anew.",
     )
     async_scheduling: bool | None = option(None, "Schedule one step ahead of the device; by default on a GPU only.")
+    speculative_config: str | None = option(
+        None,
+        'JSON: let steps verify drafts of several tokens, e.g. {"method": "ngram", "num_speculative_tokens": 4}; also '
+        "prompt_lookup_max, prompt_lookup_min, disable_by_batch_size.",
+        metavar="JSON",
+    )
     max_waiting_requests: int | None = option(
         None, "Refuse new requests with 429 while this many wait; by default there is no limit."
     )
@@ -415,6 +422,8 @@ class ResolvedConfig:
     max_num_active_seqs: int
     long_prefill_token_threshold: int
     async_scheduling: bool
+    num_speculative_tokens: int = 0
+    """Most drafts of a request in one step; 0 for no speculation."""
     optimization_level: int
     graph_capture: CaptureTime
     graph_sizes: tuple[int, ...] | None
@@ -498,6 +507,7 @@ def resolve(
     _check_determinism(config, device)
     scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
+    drafts = parse_speculation(config.scheduler.speculative_config)
     level, graph_capture, graph_sizes = _graphs(config.runtime)
     return ResolvedConfig(
         device=device,
@@ -516,6 +526,7 @@ def resolve(
         max_num_active_seqs=active_seqs,
         long_prefill_token_threshold=_long_prefill_threshold(config.scheduler, max_model_len),
         async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
+        num_speculative_tokens=0 if drafts is None else drafts.num_tokens,
         optimization_level=level,
         graph_capture=graph_capture,
         graph_sizes=graph_sizes,

@@ -28,6 +28,8 @@ from aioengine.device import available_memory_bytes, cpu_num_blocks, processor_n
 from aioengine.fastcore import native
 from aioengine.kv_host_tier import num_host_blocks
 from aioengine.kv_layout import layout_of
+from aioengine.speculation import Speculation
+from aioengine.speculation import parse as parse_speculation
 from aioengine.startup import fit_context
 
 PACKAGES = ("torch", "triton", "numpy", "uvloop", "starlette", "uvicorn", "tokenizers", "gguf")
@@ -116,6 +118,7 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
     """How it would run now; on a GPU the pool gets what the weights leave, which only loading tells."""
     spec = checkpoint.config
     layout = layout_of(spec, resolved)
+    speculation = parse_speculation(config.scheduler.speculative_config)
     num_kv_tokens = None
     if resolved.device == "cpu":
         available_bytes = available_memory_bytes()
@@ -134,6 +137,7 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
+        "speculation": None if speculation is None else dataclasses.asdict(speculation),
         "determinism": dataclasses.asdict(DECLARED[resolved.determinism]),
     }
 
@@ -169,6 +173,7 @@ def shown_facts(facts: dict[str, dict[str, Any]]) -> dict[str, dict[str, object]
             "host tier": f"{run['num_host_tokens']} tokens" if run["num_host_tokens"] else "none",
             "context": f"{run['max_model_len']} tokens per request",
             "batch": f"{run['max_num_seqs']} requests, {run['max_num_batched_tokens']} tokens per step",
+            "speculation": Speculation(**run["speculation"]) if run["speculation"] else "none",
             "determinism": "{level} ({reason})".format(**run["determinism"]),
         },
     }

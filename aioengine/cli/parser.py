@@ -22,7 +22,7 @@ _VLLM = """
 --lora-modules --max-cpu-loras --max-log-len --max-lora-rank --max-loras --max-parallel-loading-workers
 --mm-processor-kwargs --model-impl --model-loader-extra-config --num-speculative-tokens --otlp-traces-endpoint
 --override-generation-config --pipeline-parallel-size --quantization --reasoning-parser --response-role
---root-path --runner --skip-tokenizer-init --speculative-config --speculative-model --ssl-ca-certs
+--root-path --runner --skip-tokenizer-init --speculative-model --ssl-ca-certs
 --ssl-certfile --ssl-keyfile --structured-outputs-config --swap-space --task --tensor-parallel-size
 --tokenizer-mode --tokenizer-revision --tool-call-parser --tool-parser-plugin --trust-remote-code
 --uvicorn-log-level --worker-cls
@@ -35,7 +35,9 @@ REMARKS = {
     "--enable-log-requests": "--log-level debug logs requests",
     "--disable-log-stats": "--log-stats-interval-s 0 does that",
     "--kv-offloading-backend": "--kv-offloading-size alone keeps evicted prefixes in host memory",
+    "--num-speculative-tokens": "--speculative-config takes it",
     "--quantization": "GGUF files stay quantized as they are, without a flag",
+    "--speculative-model": "--speculative-config has the method ngram, which needs no model",
     "--trust-remote-code": "nothing that comes with a model is run",
 }
 """What to know or do instead."""

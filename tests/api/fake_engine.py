@@ -215,8 +215,9 @@ class FakeEngine:
         self.lowest_logprob: float | None = None
         self.num_tokens = 0
         self.num_entered = 0
+        self.config = EngineConfig()
         self.resolved = resolve(
-            EngineConfig(), model_max_len=4096, model_dtype="float32", cuda_available=False, num_cores=2
+            self.config, model_max_len=4096, model_dtype="float32", cuda_available=False, num_cores=2
         )
         self.memory_report = FakeMemory()
         self.startup_timings = {"locate": 0.25, "weights": 0.5}

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from aioengine.cli.startup_report import startup_report
-from aioengine.config import ServerConfig
+from aioengine.config import EngineConfig, ServerConfig
 from tests.api.fake_engine import FakeEngine, FakeMemory
 
 pytestmark = pytest.mark.slow
@@ -102,6 +102,15 @@ def test_the_report_tells_of_the_host_tier() -> None:
     report = startup_report(engine, ServerConfig(), "http://h:1", 1.25)  # type: ignore[arg-type]
     rows = dict(line.split("  ", 1) for line in report.splitlines())
     assert rows["host tier"].strip() == "640 tokens fit (10 MiB)"
+
+
+def test_the_report_tells_of_speculation() -> None:
+    engine = FakeEngine()
+    engine.config = EngineConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 4}')
+    report = startup_report(engine, ServerConfig(), "http://h:1", 1.25)  # type: ignore[arg-type]
+    rows = dict(line.split("  ", 1) for line in report.splitlines())
+    told = "ngram, up to 4 drafts a step by the last 3 to 5 tokens; none with more than 32 requests running"
+    assert rows["speculation"].strip() == told
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -111,7 +111,7 @@ def test_flags_said_to_be_unsupported_are_no_options() -> None:
     asked = (
         "tensor-parallel-size pipeline-parallel-size trust-remote-code disable-log-requests quantization enable-lora"
     )
-    asked += " speculative-config swap-space cpu-offload-gb"
+    asked += " speculative-model swap-space cpu-offload-gb"
     assert {f"--{name}" for name in asked.split()} <= UNSUPPORTED
 
 

@@ -26,6 +26,7 @@ ALWAYS: list[tuple[dict[str, object], str]] = [
     ({"device": "cuda", "determinism": "batch-invariant"}, "determinism"),
     ({"max_num_seqs": 4, "max_num_active_seqs": 5}, "max_num_active_seqs"),
     ({"priority_ageing_s": 1.0}, "priority_ageing_s"),
+    ({"speculative_config": '{"method": "eagle3"}'}, "speculative_config"),
 ]
 WITHOUT_A_GPU: list[tuple[dict[str, object], str]] = [({"device": "cuda"}, "device"), ({"dtype": "bfloat16"}, "dtype")]
 
