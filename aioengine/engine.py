@@ -21,14 +21,16 @@ from aioengine.cache_admin import CacheAdmin
 from aioengine.config import EngineConfig, ResolvedConfig, hash_root_seed, slow_switches
 from aioengine.determinism import DECLARED, check_demand
 from aioengine.errors import EngineClosed, EngineDead, EngineError, InvalidConfig, InvalidRequest, QueueFull
+from aioengine.fastcore.drafts import NgramDrafter
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.intake import ChatOptions, Intake, PreparedRequest
 from aioengine.kv_connector import StoreFeed
 from aioengine.kv_events import KVEvents
 from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
-from aioengine.metrics import EngineMetrics, EngineStats, LagMonitor
+from aioengine.metrics import DraftStats, EngineMetrics, EngineStats, LagMonitor
 from aioengine.outputs import RequestStream, StreamedOutput
+from aioengine.speculation import parse as parse_speculation
 from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
 from aioengine.types import Determinism, Prompt, SamplingParams
 
@@ -161,6 +163,7 @@ class AsyncEngine:
         if reuses_partial_blocks and len(kv_groups) > 1:
             logger.info("prefixes are reused by whole blocks: layers with a window give back what lies between")
             reuses_partial_blocks = False
+        drafts = parse_speculation(config.scheduler.speculative_config)
         self._scheduler = Scheduler(
             num_blocks=parts.num_blocks,
             block_size=resolved.block_size,
@@ -189,6 +192,9 @@ class AsyncEngine:
             eviction_policy=config.cache.eviction_policy,
             context_cost=parts.spec.context_cost,
             kv_connector=parts.runner.connector,
+            drafter=NgramDrafter(most_tokens=drafts.lookup_max, least_tokens=drafts.lookup_min) if drafts else None,
+            num_speculative_tokens=resolved.num_speculative_tokens,
+            draft_batch_limit=drafts.batch_limit if drafts else 0,
         )
         self._intake = Intake(
             parts.tokenizer,
@@ -569,6 +575,7 @@ class AsyncEngine:
             num_preemptions=scheduler.num_preemptions_total,
             num_urgent_preemptions=scheduler.num_urgent_preemptions_total,
             num_steps=self._steps.num_steps,
+            drafts=DraftStats.of(scheduler) if self.resolved.num_speculative_tokens else None,
             step_cost=scheduler.step_cost_stats(),
             prompt_tokens=metrics.prompt_tokens,
             generation_tokens=metrics.generation_tokens,
@@ -661,11 +668,12 @@ class AsyncEngine:
                 queries = now.prefix_queries_tokens - before.prefix_queries_tokens
                 hits = now.prefix_hit_tokens - before.prefix_hit_tokens
                 logger.info(
-                    "running %d, waiting %d, KV %.1f %%, %.1f tokens/s generated, prefix hits %s",
+                    "running %d, waiting %d, KV %.1f %%, %.1f tokens/s generated, prefix hits %s%s",
                     now.num_running,
                     now.num_waiting,
                     100 * now.kv_cache_usage,
                     (now.generation_tokens - before.generation_tokens) / interval_s,
                     f"{100 * hits / queries:.0f} %" if queries else "none looked up",
+                    "" if now.drafts is None else now.drafts.since(before.drafts).told(),
                 )
             before = now

@@ -12,11 +12,15 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from aioengine.kv_connector import ConnectorStats
+
+if TYPE_CHECKING:
+    from aioengine.fastcore.scheduler import Scheduler
 
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
@@ -56,6 +60,44 @@ class Histogram:
         return family
 
 
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What came of speculation so far."""
+
+    num_drafts: int
+    """How often a request got drafts in a step."""
+    num_draft_tokens: int
+    """Tokens in them."""
+    num_accepted_tokens: int
+    """Those that were what the model would have said."""
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> DraftStats:
+        """The counters of a scheduler."""
+        return cls(scheduler.num_drafts_total, scheduler.num_draft_tokens_total, scheduler.num_accepted_tokens_total)
+
+    def since(self, before: DraftStats | None) -> DraftStats:
+        """What was added to an earlier state, or to nothing."""
+        if before is None:
+            return self
+        return DraftStats(
+            self.num_drafts - before.num_drafts,
+            self.num_draft_tokens - before.num_draft_tokens,
+            self.num_accepted_tokens - before.num_accepted_tokens,
+        )
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the tokens that were accepted; None without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    def told(self) -> str:
+        """The end of a log line; nothing if there were no drafts."""
+        if self.acceptance is None:
+            return ""
+        return f", drafts accepted {100 * self.acceptance:.0f} % of {self.num_draft_tokens} tokens"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of queues, cache and counters."""
@@ -87,6 +129,8 @@ class EngineStats:
     num_urgent_preemptions: int
     """Those of them that made way for a more important request that waited."""
     num_steps: int
+    drafts: DraftStats | None
+    """What came of drafts; None without speculation."""
     step_cost: dict[str, float] | None
     """What the engine has learned about the time of its steps, seconds per unit; None without target_itl_ms."""
     prompt_tokens: int
@@ -156,6 +200,14 @@ class EngineMetrics:
             "num_urgent_preemptions", "Those preempted for a more important request", stats.num_urgent_preemptions
         )
         yield self._counter("steps", "Forward passes completed", stats.num_steps)
+        if stats.drafts is not None:
+            drafts = stats.drafts
+            for name, help, count in (
+                ("drafts", "How often a request got drafts in a step", drafts.num_drafts),
+                ("draft_tokens", "Draft tokens verified", drafts.num_draft_tokens),
+                ("accepted_tokens", "Draft tokens accepted", drafts.num_accepted_tokens),
+            ):
+                yield self._counter(f"spec_decode_num_{name}", help, count)
         for name, value in (stats.step_cost or {}).items():
             yield self._gauge(f"step_cost_{name}", "Learned model of step times, seconds per unit", value)
         polled_s = stats.completion_poll_s

@@ -77,6 +77,24 @@ async def test_an_answer_s_bits_do_not_depend_on_company_chunks_cache_or_preempt
         assert engine.stats().num_preemptions > 0
 
 
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}])
+async def test_drafts_change_no_bit(make_engine: MakeEngine, options: dict[str, object]) -> None:
+    """A row's sums do not depend on how many tokens are verified with it, nor its draws on drafts."""
+    prompts: list[Prompt] = [[*range(5, 45)] * 2, [7, 8, 9] * 12, *prompts_of(6, 3, 60)]
+    options = {**options, "determinism": "batch-invariant"}
+    async with make_engine(**options) as engine:
+        plain = [[bits(a) for a in await ask_all(engine, prompts, params)] for params in (EXACT, DRAWN)]
+    async with make_engine(**options, speculative_config=DRAFTS) as engine:
+        drafted = [[bits(a) for a in await ask_all(engine, prompts, params)] for params in (EXACT, DRAWN)]
+        drafts = engine.stats().drafts
+        assert drafts is not None and 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+    assert drafted == plain
+
+
 # ---- offline ------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +161,16 @@ async def run_offline(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"eviction_policy": "cost"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {"eviction_policy": "cost"},
+        {"speculative_config": DRAFTS},
+        {"speculative_config": DRAFTS, "async_scheduling": True},
+    ],
+)
 async def test_offline_calls_repeat_step_by_step_whatever_is_slow(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
