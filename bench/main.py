@@ -1,4 +1,5 @@
-"""`aioengine bench`: `latency`, `throughput`, `transformers` (the same work by it too), `core` and `replay`.
+"""`aioengine bench`: `latency`, `throughput`, `transformers` (the same work by it too), `speculation` (with and without
+drafts), `core` and `replay`.
 
 Each prints a table and, with `--json FILE`, writes all figures with machine, versions and command. Figures
 are medians of `--repeats` runs after a warm-up. Options of the engine are those of `aioengine serve`.
@@ -15,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from aioengine.bench import core, replay
+from aioengine.bench import core, replay, speculation
 from aioengine.bench.report import check_output_file, peak_memory_bytes, print_table, write_json
 from aioengine.bench.workloads import PEER_WORK, Job, median_run, random_prompts, run_jobs, summarize
 from aioengine.cli.flags import add_config_flags, engine_config
@@ -59,6 +60,8 @@ def make_parser() -> Parser:
         run_transformers,
         "The same GGUF model by this engine and by transformers (float32), in one run, with ratios.",
     )
+    summary = "The same requests with and without drafts (--speculative-config), in one run, with ratios."
+    speculation.add_options(_add(kinds, "speculation", speculation.run_speculation, summary))
     summary = "Block pool, scheduler and host work alone, without a model."
     core.add_options(_add(kinds, "core", core.run_core, summary, engine=False))
     summary = "Hit rate of the prefix cache over traces, by eviction policy and size, without a model."

@@ -60,8 +60,8 @@ NAMING = "(PROMPT | --token-ids IDS | --messages FILE"
         (
             "bench latncy",
             "bench BENCHMARK [options]",
-            " bench: error: argument BENCHMARK: 'latncy' is none of latency, throughput, transformers, core, replay; "
-            "did you mean latency?",
+            " bench: error: argument BENCHMARK: 'latncy' is none of latency, throughput, transformers, speculation, "
+            "core, replay; did you mean latency?",
         ),
         (
             "bench replay --budget-s 1",
@@ -161,6 +161,7 @@ def test_units_reach_the_configuration(capsys: pytest.CaptureFixture[str]) -> No
         ("info", ["--model MODEL", "N may end in k, m, g"]),
         ("generate", ["--model TEXT", "N may end in k, m, g"]),
         ("bench latency", ["--model TEXT", "N may end in k, m, g"]),
+        ("bench speculation", ["--model TEXT", "--concurrency", "--speculative-config JSON"]),
         ("bench replay", ['{"token_ids": [...]', '{"hash_ids": [...]', "--hash-block-size"]),
         ("cache", ["--url URL", "evict", "prewarm"]),
         ("cache evict", ["--url URL", "--start TOKEN"]),

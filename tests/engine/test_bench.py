@@ -39,6 +39,39 @@ def test_a_benchmark_prints_and_writes_what_it_measured(
     assert figures["peak_memory_bytes"] > 0
 
 
+def test_speculation_is_measured_beside_the_same_without(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    asked = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+    line = ["bench", "speculation", "--model", str(folder), "--max-model-len", "256", "--speculative-config", asked]
+    assert main([*line, "--concurrency", "1", "2", "--output-len", "24", "--repeats", "2", "--json", str(report)]) == 0
+    told = capfd.readouterr().out
+    assert f"with drafts: {asked}" in told and "24 out, output tokens/s" in told
+    figures = orjson.loads(report.read_bytes())
+    assert figures["speculative_config"] == asked
+    assert [(row["workload"], row["at_once"]) for row in figures["rows"]] == [
+        ("copy", 1),
+        ("copy", 2),
+        ("free", 1),
+        ("free", 2),
+    ]
+    for row in figures["rows"]:
+        assert row["equal"] == f"{2 * row['at_once']} of {2 * row['at_once']}"
+        assert row["ratio"] > 0 and row["tokens_per_step"] > 0
+    assert any(row["accepted"] for row in figures["rows"])
+
+
+def test_speculation_that_cannot_be_is_refused_before_anything_is_measured(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["bench", "speculation", "--model", str(folder)]
+    assert main([*line, "--speculative-config", '{"method": "medusa"}']) == 2
+    assert "the method 'medusa' is not supported yet" in capfd.readouterr().err
+    assert main([*line, "--concurrency", "0"]) == 2
+    assert "--output-len and --concurrency must be at least 1" in capfd.readouterr().err
+
+
 def test_the_core_is_measured_beside_plain_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     small = "--parts pool objects host --num-seqs 3 --input-len 20 --output-len 9 --steps 300 --repeats 1"
