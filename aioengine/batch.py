@@ -123,8 +123,8 @@ class HostRows:
             group_slots += positions % block_size
         input_ids = np.where(tokens < 0, self._last_token[row_ids[plan_row]], tokens)
 
-        sampled = np.flatnonzero(rows[:, layout.SAMPLE_INDEX] >= 0)
-        sampled = sampled[np.argsort(rows[sampled, layout.SAMPLE_INDEX], kind="stable")].astype(np.int32)
+        found = np.flatnonzero(rows[:, layout.SAMPLE_INDEX] >= 0)
+        sampled = found[np.argsort(rows[found, layout.SAMPLE_INDEX], kind="stable")].astype(np.int32)
         sample_tokens = starts[sampled] + num_new[sampled] - 1
         num_outputs = rows[sampled, layout.NUM_OUTPUT] - shift[sampled]
         drafts = None

@@ -174,6 +174,7 @@ class LiveRequests:
                 cache_salt=(cache_salt or "").encode("utf-8", "surrogatepass"),
                 wants_prompt_logits=wants_prompt_logits,
                 sampling=plan,
+                takes_drafts=plan.takes_drafts,
                 stream=choice,
                 siblings=siblings,
                 media=media,

@@ -39,6 +39,18 @@ class SamplingPlan:
     allowed_ids: tuple[int, ...] | None = None
     """Sorted; None allows every token."""
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether drafts may be verified for it: all their positions at once, by the model's own scores.
+
+        Not with penalties or bad words, which need the text before each token, and not with other constraints:
+        the sampler treats a constrained or penalized row once in a step.
+        """
+        p = self.params
+        is_penalized = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        is_constrained = bool(self.bad_words or p.logit_bias) or self.allowed_ids is not None or p.min_tokens > 0
+        return not (is_penalized or is_constrained)
+
 
 def splitmix64(state: int) -> int:
     """One output of SplitMix64 from a 64-bit state (public domain algorithm of Steele, Lea and Flood)."""
