@@ -64,7 +64,7 @@ class _Gaps:
     """Times between tokens in one step. Nearly all choices had their last token in the same step before, so that
     neighbours with equal gaps are counted together and booked once."""
 
-    __slots__ = ("_histogram", "_now_s", "count", "last_s")
+    __slots__ = ("_histogram", "_now_s", "count", "last_s", "num_booked")
 
     def __init__(self, histogram: Histogram, now_s: float) -> None:
         self._histogram = histogram
@@ -72,6 +72,8 @@ class _Gaps:
         self.last_s = now_s
         """When the choices that are being counted had their last token."""
         self.count = 0
+        self.num_booked = 0
+        """Choices counted and booked."""
 
     def turn_to(self, last_s: float) -> None:
         """Counts a choice whose last token came at another time than that of those before it."""
@@ -82,7 +84,13 @@ class _Gaps:
         """Moves what was counted into the histogram."""
         if self.count:
             self._histogram.observe(self._now_s - self.last_s, self.count)
+            self.num_booked += self.count
             self.count = 0
+
+    def book_together(self, count: int) -> None:
+        """Tokens that came in one step with the token of their choice before them, at no distance from it."""
+        if count:
+            self._histogram.observe(0.0, count)
 
 
 class LiveRequests:
@@ -203,7 +211,7 @@ class LiveRequests:
                 self._fail_choice(failed, EngineError(why))
         # Here every instruction counts: this runs for each token of each request.
         gaps = _Gaps(self._metrics.inter_token_latency, now_s)
-        num_new = 0
+        num_new = num_first = 0
         for request in changed:
             choice: LiveChoice = request.stream
             if not choice.is_open:
@@ -213,6 +221,7 @@ class LiveRequests:
             if new_ids:
                 num_new += len(new_ids)
                 if choice.first_token_s is None:
+                    num_first += 1
                     self._book_first_token(choice, now_s)
                 elif choice.last_token_s == gaps.last_s:
                     gaps.count += 1
@@ -224,6 +233,7 @@ class LiveRequests:
             stop_id = new_ids[-1] if reason == "stop" else None
             stop_text = output.push(new_ids, reason, stop_id, rows.get(request) if rows else None)
             if stop_text is not None:
+                num_new -= len(request.output_ids_from(output.num_tokens))  # those behind the stop text
                 if reason is None:
                     self._scheduler.finish(request, "stop")
                 reason = "stop"
@@ -231,6 +241,7 @@ class LiveRequests:
                 self._end_choice(choice, reason, now_s)
         self._metrics.generation_tokens += num_new
         gaps.book()
+        gaps.book_together(num_new - num_first - gaps.num_booked)
         if self._num_preempted_for_blocks() != self._num_preemptions:
             self._warn_of_preemptions(now_s)
 
@@ -330,4 +341,7 @@ def _choice_of(request: Request) -> LiveChoice:
 
 def _rows_by_request(plan: StepPlan, result: StepResult) -> dict[Request, list[RowLogprobs]]:
     assert result.logprobs is not None
-    return {plan.sample_requests[index]: [row] for index, row in result.logprobs.items()}
+    rows: dict[Request, list[RowLogprobs]] = {}
+    for index, row in result.logprobs.items():
+        rows.setdefault(plan.sample_requests[index], []).append(row)
+    return rows

@@ -179,13 +179,12 @@ class ChoiceOutput:
         stop_text = None
         text = self._text
         if text is not None:
-            if finish_reason == "stop" and stop_token_id is not None and not self._include_stop:
-                text.push(new_ids[:-1])  # INV-63: the decoder never sees the closing token
-            else:
-                num_used = text.push(new_ids)
-                if self._stops and text.stop_index >= 0:
-                    stop_text = self._stops[text.stop_index]
-                    new_ids = new_ids[:num_used]
+            is_closed = finish_reason == "stop" and stop_token_id is not None and not self._include_stop
+            # INV-63: the decoder never sees the closing token
+            num_used = text.push(new_ids[:-1] if is_closed else new_ids)
+            if self._stops and text.stop_index >= 0:
+                stop_text = self._stops[text.stop_index]
+                new_ids = new_ids[:num_used]
         if finish_reason == "stop":
             self._stop_token_id = stop_token_id
         if self._rows is not None and logprobs is not None:

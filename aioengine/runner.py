@@ -61,9 +61,9 @@ class StepResult:
     """What a step produced. Set by the runner, read by the step loop."""
 
     token_ids: Ints
-    """[num_samples] in the order of `plan.sample_requests`."""
+    """[num_samples] in the order of `plan.sample_requests`; -1 for samples that follow a rejected draft."""
     logprobs: dict[int, RowLogprobs] | None = None
-    """By sample index, of the rows that asked for them."""
+    """By sample index, ascending, of the tokens of rows that asked for them."""
     prompt_logprobs: dict[int, list[RowLogprobs]] | None = None
     """By plan row: one entry per position of the chunk that predicts a prompt token."""
     failures: dict[int, str] | None = None
@@ -347,7 +347,7 @@ class _StepWork:
         logits = self.model.logits(hidden, ctx)
         sampled = self.sampler.sample(logits, step.sample_rows, step.sample_num_outputs)
         token_ids, status = sampled.packed.numpy()
-        self.rows.set_last_tokens(step.sample_rows, token_ids)
+        self.rows.accept(step, token_ids, status)
         result = StepResult(token_ids)
         if status.any():
             result.failures = {
@@ -355,7 +355,7 @@ class _StepWork:
             }
         if sampled.logprobs is not None:
             found = sampled.logprobs.resolve()
-            result.logprobs = {key: value for key, value in found.items() if value is not None}
+            result.logprobs = {key: value for key, value in found.items() if value is not None and token_ids[key] >= 0}
         return result
 
     def _score_prompts(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 
 from aioengine.checkpoint import load_checkpoint
 from aioengine.device import CpuDevice
+from aioengine.fastcore.drafts import Drafter, NgramDrafter
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
@@ -53,6 +56,8 @@ async def run_all(
     prefix_caching: bool = True,
     partial_blocks: bool = False,
     rounds: int = 1,
+    drafter: Drafter | None = None,
+    num_tokens: int = NUM_TOKENS,
 ) -> tuple[list[list[int]], Scheduler]:
     """The tokens of all prompts, run together; later rounds find the earlier ones in the prefix cache."""
     config, resolved = resolve_for(
@@ -60,7 +65,8 @@ async def run_all(
     )
     device = CpuDevice(resolved)
     loaded = load_model(load_checkpoint(config.model), resolved, device)
-    runner = make_runner(loaded, layout_of(loaded.spec, resolved), resolved, config.cache, device)
+    layout = layout_of(loaded.spec, resolved)
+    runner = make_runner(loaded, layout, resolved, config.cache, device)
     scheduler = Scheduler(
         num_blocks=num_blocks,
         block_size=4,
@@ -70,12 +76,16 @@ async def run_all(
         enable_prefix_caching=prefix_caching,
         enable_partial_block_reuse=partial_blocks,
         max_in_flight=depth,
+        kv_groups=layout.scheduler_groups,
+        drafter=drafter,
+        num_speculative_tokens=4 if drafter is not None else 0,
     )
     launched: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
     for _ in range(rounds):
+        plans = [compile_sampling(params, None, VOCAB, (), 0, 0) for params in sampling]
         requests = [
-            Request(str(i), prompt, max_tokens=NUM_TOKENS, sampling=compile_sampling(params, None, VOCAB, (), 0, 0))
-            for i, (prompt, params) in enumerate(zip(PROMPTS, sampling, strict=True))
+            Request(str(i), prompt, max_tokens=num_tokens, sampling=plan, takes_drafts=plan.takes_drafts)
+            for i, (prompt, plan) in enumerate(zip(PROMPTS, plans, strict=True))
         ]
         for request in requests:
             scheduler.add(request)
@@ -128,3 +138,93 @@ async def test_scheduling_does_not_change_what_is_sampled(
     if "partial_blocks" in options:
         assert scheduler.prefix_hit_tokens % 4, "no hit ended inside a block"
     assert scheduler.num_free_blocks == scheduler.num_blocks - 1
+
+
+class Guesses(Drafter):
+    """Drafts what is known to come, or something else, at a rate."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]], acceptance: float) -> None:
+        self._outputs = outputs
+        self._acceptance = acceptance
+        self._draw = random.Random(1)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        start = request.num_tokens + request.num_in_flight - request.num_prompt_tokens
+        right = self._outputs[int(request.request_id)][start : start + most]
+        return [token if self._draw.random() < self._acceptance else (token + 1) % VOCAB for token in right]
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a window of six tokens in most of its layers."""
+    folder = tmp_path_factory.mktemp("windows")
+    make_checkpoint("qwen3-five-to-two", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(checkpoint: tuple[PreTrainedModel, Path]) -> list[list[int]]:
+    """What MIXED says without drafts."""
+    return asyncio.run(run_all(checkpoint[1], MIXED, prefix_caching=False, num_tokens=30))[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"budget": 16},
+        {"num_blocks": 36},
+        {"max_num_seqs": 2, "budget": 9},
+        {"rounds": 2, "num_blocks": 40, "budget": 16, "partial_blocks": True},
+    ],
+    ids=["together", "chunked", "preempted", "two rows", "cached in parts"],
+)
+async def test_drafts_do_not_change_what_is_sampled(
+    checkpoint: tuple[PreTrainedModel, Path],
+    mixed: list[list[int]],
+    options: dict[str, int],
+    acceptance: float,
+    depth: int,
+) -> None:
+    """INV-43, INV-59, INV-60: rows with penalties have no drafts, the others each position's own draw."""
+    drafter = Guesses(mixed, acceptance)
+    outputs, scheduler = await run_all(checkpoint[1], MIXED, depth=depth, drafter=drafter, num_tokens=30, **options)
+    assert outputs == mixed
+    assert scheduler.num_draft_tokens_total > 0
+    if acceptance == 0.0:
+        assert scheduler.num_accepted_tokens_total < scheduler.num_draft_tokens_total / 4
+    if acceptance == 1.0 and not options:
+        assert scheduler.num_accepted_tokens_total == scheduler.num_draft_tokens_total
+    if options == {"num_blocks": 36}:
+        assert scheduler.num_preemptions_total > 0
+    assert scheduler.num_free_blocks == scheduler.num_blocks - 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+async def test_drafts_do_not_take_what_windows_still_show(windows: Path, acceptance: float, depth: int) -> None:
+    """INV-60: after a rejection the window is further back than it was when the step was packed."""
+    expected, _ = await run_all(windows, MIXED, prefix_caching=False, num_tokens=30)
+    drafter = Guesses(expected, acceptance)
+    outputs, scheduler = await run_all(
+        windows, MIXED, depth=depth, drafter=drafter, num_tokens=30, num_blocks=90, prefix_caching=False
+    )
+    assert outputs == expected
+    assert scheduler.num_draft_tokens_total > 0
+    assert scheduler.num_free_blocks == scheduler.num_blocks - 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("lengths", [(1, 1), (4, 2)])
+async def test_ngram_drafts_do_not_change_greedy_tokens(
+    checkpoint: tuple[PreTrainedModel, Path], depth: int, lengths: tuple[int, int]
+) -> None:
+    """INV-59; what a random model says soon repeats itself."""
+    sampling, (most, least) = [GREEDY] * len(PROMPTS), lengths
+    expected, _ = await run_all(checkpoint[1], sampling, num_tokens=60)
+    drafter = NgramDrafter(most_tokens=most, least_tokens=least)
+    outputs, scheduler = await run_all(checkpoint[1], sampling, depth=depth, drafter=drafter, num_tokens=60)
+    assert outputs == expected
+    assert 0 < scheduler.num_accepted_tokens_total < scheduler.num_draft_tokens_total

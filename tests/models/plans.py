@@ -30,6 +30,7 @@ class FakeRequest:
     num_sent_blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
+    """Samples in flight, those that follow a draft included, as if all drafts were accepted."""
     scores_prompt: bool = False
 
     @property
@@ -79,6 +80,8 @@ class Planner:
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.left_rows: list[int] = []
         self.copies: list[tuple[int, int]] = []
+        self.num_rejected = [0] * max_num_seqs
+        """By row: drafts whose rejection `update` was told of."""
         self.step_id = 0
 
     def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> FakeRequest:
@@ -116,9 +119,11 @@ class Planner:
             request.num_sent_blocks[g] = len(table)
         return updates
 
-    def plan(self, chunks: Mapping[FakeRequest, int]) -> FakePlan:
-        """A step in which each request computes this many of its tokens, in this order."""
-        rows, tokens, updates, joined, samples = [], [], [], [], []
+    def plan(
+        self, chunks: Mapping[FakeRequest, int], drafts: Mapping[FakeRequest, Sequence[int]] | None = None
+    ) -> FakePlan:
+        """A step in which each request computes this many of its tokens, in this order, and its drafts behind them."""
+        rows, tokens, updates, joined, samples, num_drafts = [], [], [], [], [], 0
         for request, num_new in chunks.items():
             flags = 0
             if request.row < 0:
@@ -127,25 +132,29 @@ class Planner:
                 joined.append(request)
                 flags |= JOINED
             known = request.prompt + request.outputs + [-1] * request.num_in_flight
-            start, end = request.num_computed, request.num_computed + num_new
-            assert end <= len(known)
+            drafted = list((drafts or {}).get(request, ()))
+            start, end = request.num_computed, request.num_computed + num_new + len(drafted)
+            assert end <= len(known) + len(drafted)
             updates += self._place(request, start, end)
             num_outputs = len(request.outputs) + request.num_in_flight
             sample_index = -1
-            if end == len(known):
-                flags |= SAMPLE
+            if end == len(known) + len(drafted):
+                flags |= SAMPLE | len(drafted) << layout.DRAFTS_SHIFT
                 sample_index = len(samples)
-                samples.append(request)
-                request.num_in_flight += 1
+                samples += [request] * (1 + len(drafted))
+                request.num_in_flight += 1 + len(drafted)
+                num_drafts += len(drafted)
             if request.scores_prompt and start < len(request.prompt):
                 flags |= PROMPT_LOGITS
-            rows.append((request.row, len(tokens), num_new, start, flags, sample_index, num_outputs, 0))
-            tokens += known[start:end]
+            rejected = self.num_rejected[request.row]
+            rows.append((request.row, len(tokens), end - start, start, flags, sample_index, num_outputs, rejected))
+            tokens += (known + drafted)[start:end]
             request.num_computed = end
         header = [0] * layout.HEADER_WORDS
         header[layout.VERSION], header[layout.STEP_ID] = VERSION, self.step_id
         header[layout.NUM_ROWS], header[layout.NUM_TOKENS] = len(rows), len(tokens)
         header[layout.NUM_SAMPLES], header[layout.NUM_BLOCK_UPDATES] = len(samples), len(updates)
+        header[layout.NUM_DRAFTS] = num_drafts
         words = [header, *rows]
         header[layout.OFF_ROWS] = layout.HEADER_WORDS
         header[layout.OFF_TOKENS] = layout.HEADER_WORDS + layout.ROW_WORDS * len(rows)
@@ -164,7 +173,11 @@ class Planner:
     def update(self, plan: FakePlan, token_ids: Sequence[int]) -> None:
         for request, token_id in zip(plan.sample_requests, token_ids, strict=True):
             request.num_in_flight -= 1
-            request.outputs.append(int(token_id))
+            if token_id >= 0:
+                request.outputs.append(int(token_id))
+            else:  # it followed a rejected draft
+                request.num_computed -= 1
+                self.num_rejected[request.row] += 1
 
     def leave(self, request: FakeRequest) -> None:
         """Takes row and blocks back; a request that joins again computes everything anew."""

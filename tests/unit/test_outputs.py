@@ -176,6 +176,41 @@ async def test_closing_token_has_text_only_if_asked_for(
     assert (last.finish_reason, last.stop_reason) == ("stop", stop_reason)
 
 
+@pytest.mark.parametrize("options", [{}, {"include_stop_str_in_output": True}])
+async def test_stop_text_wins_over_a_closing_token_that_came_with_it(
+    tokenizer: Tokenizer, options: dict[str, bool]
+) -> None:
+    """Several tokens of one step end as they would have ended one by one."""
+    stream, choice = make(tokenizer, SamplingParams(logprobs=0, stop="c", stop_token_ids=[STOP], **options))
+    rows = [row(i, -1, 1) for i in (A, C, B, STOP)]
+    assert choice.push([A, C, B, STOP], "stop", STOP, rows) == "c"
+    choice.finish("stop")
+    (last,) = await drain(stream)
+    assert (last.text, last.token_ids) == ("ac" if options else "a", [A, C])
+    assert (last.finish_reason, last.stop_reason) == ("stop", "c")
+    assert last.delta_logprobs is not None and [p.chosen.token_id for p in last.delta_logprobs] == [A, C]
+
+
+async def test_closing_token_behind_others_has_no_text(tokenizer: Tokenizer) -> None:
+    stream, choice = make(tokenizer, SamplingParams(logprobs=0, stop="c"))
+    assert choice.push([A, B, EOS], "stop", EOS, [row(i, -1, 1) for i in (A, B, EOS, C)]) is None
+    choice.finish("stop")
+    (last,) = await drain(stream)
+    assert (last.text, last.token_ids, last.stop_reason) == ("ab", [A, B, EOS], None)
+    assert last.delta_logprobs is not None and [p.chosen.token_id for p in last.delta_logprobs] == [A, B, EOS]
+
+
+@pytest.mark.parametrize(("min_tokens", "used"), [(0, [A]), (1, [A, B, A]), (2, [A, B, A]), (3, [A, B, A, C, A])])
+async def test_stop_text_within_min_tokens_is_passed_over_among_several_tokens(
+    tokenizer: Tokenizer, min_tokens: int, used: list[int]
+) -> None:
+    stream, choice = make(tokenizer, SamplingParams(stop="a", min_tokens=min_tokens))
+    assert choice.push([A, B, A, C, A, B]) == "a"
+    choice.finish(None)
+    (last,) = await drain(stream)
+    assert last.token_ids == used
+
+
 async def test_closing_token_never_completes_a_stop_text(tokenizer: Tokenizer) -> None:
     stream, choice = make(tokenizer, SamplingParams(stop="a<stop>", stop_token_ids=[STOP]))
     choice.push([A])
