@@ -88,7 +88,10 @@ class _Gaps:
             self.count = 0
 
     def book_together(self, count: int) -> None:
-        """Tokens that came in one step with the token of their choice before them, at no distance from it."""
+        """Tokens that came in one step with the token of their choice before them, at no distance from it.
+
+        So gaps are as many as tokens and add up to the time; vLLM counts one gap for all tokens of a step.
+        """
         if count:
             self._histogram.observe(0.0, count)
 

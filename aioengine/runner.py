@@ -342,7 +342,8 @@ class _StepWork:
     def _sample(self, step: HostStep, hidden: torch.Tensor, ctx: StepContext) -> StepResult:
         if not len(step.sample_rows):
             return StepResult(np.empty(0, np.int32))
-        if len(step.sample_rows) != len(step.input_ids):  # else every token is sampled from, in order
+        # A row has no more samples than tokens. So if they are as many, every token is sampled from, in order.
+        if len(step.sample_rows) != len(step.input_ids):
             hidden = hidden[torch.from_numpy(step.sample_tokens)]
         logits = self.model.logits(hidden, ctx)
         sampled = self.sampler.sample(logits, step.sample_rows, step.sample_num_outputs)

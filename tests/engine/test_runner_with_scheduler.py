@@ -18,9 +18,10 @@ from aioengine.fastcore.drafts import Drafter, NgramDrafter
 from aioengine.fastcore.request import Request
 from aioengine.fastcore.scheduler import Scheduler
 from aioengine.fastcore.step_buffer import StepPlan
+from aioengine.kv_connector import Store
 from aioengine.kv_layout import layout_of
 from aioengine.loader import load_model, make_runner
-from aioengine.runner import StepResult
+from aioengine.runner import CpuRunner, StepResult
 from aioengine.sampler import compile_sampling
 from aioengine.types import SamplingParams
 from tests.models.tiny import VOCAB, make_checkpoint, random_prompt, resolve_for
@@ -58,8 +59,12 @@ async def run_all(
     rounds: int = 1,
     drafter: Drafter | None = None,
     num_tokens: int = NUM_TOKENS,
+    poisons: bool = False,
 ) -> tuple[list[list[int]], Scheduler]:
-    """The tokens of all prompts, run together; later rounds find the earlier ones in the prefix cache."""
+    """The tokens of all prompts, run together; later rounds find the earlier ones in the prefix cache.
+
+    With `poisons` no step finds anything in blocks that nobody holds when it is launched.
+    """
     config, resolved = resolve_for(
         str(folder), 128, block_size=4, num_gpu_blocks_override=num_blocks, max_num_seqs=max_num_seqs
     )
@@ -91,12 +96,28 @@ async def run_all(
             scheduler.add(request)
         while scheduler.has_work():
             while len(launched) < depth and (plan := scheduler.schedule()) is not None:
+                if poisons:
+                    runner.store(poison_free(runner, scheduler, len(layout.scheduler_groups)))
                 launched.append((plan, runner.launch(plan)))
             plan, done = launched.popleft()
             scheduler.update(plan, (await done).token_ids)
             scheduler.check_invariants()
     await runner.close()
     return [request.output_ids_from(0) for request in requests], scheduler
+
+
+def poison_free(runner: CpuRunner, scheduler: Scheduler, num_groups: int) -> Store:
+    """To be done in the order of the steps: blocks that no request has are filled with NaN."""
+    assert runner._worker.work is not None
+    caches = runner._worker.work.kv_caches
+    held = {block for r in scheduler.running_requests() for g in range(num_groups) for block in r.block_ids(g)}
+    free = [block for block in range(1, scheduler.num_blocks) if block not in held]
+
+    def poison() -> None:
+        for cache in caches:
+            cache[free] = float("nan")
+
+    return poison
 
 
 async def test_greedy_tokens_are_those_of_the_reference(checkpoint: tuple[PreTrainedModel, Path]) -> None:
@@ -209,7 +230,14 @@ async def test_drafts_do_not_take_what_windows_still_show(windows: Path, accepta
     expected, _ = await run_all(windows, MIXED, prefix_caching=False, num_tokens=30)
     drafter = Guesses(expected, acceptance)
     outputs, scheduler = await run_all(
-        windows, MIXED, depth=depth, drafter=drafter, num_tokens=30, num_blocks=90, prefix_caching=False
+        windows,
+        MIXED,
+        depth=depth,
+        drafter=drafter,
+        num_tokens=30,
+        num_blocks=90,
+        prefix_caching=False,
+        poisons=True,
     )
     assert outputs == expected
     assert scheduler.num_draft_tokens_total > 0
