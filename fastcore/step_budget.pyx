@@ -36,7 +36,7 @@ cdef class StepBudget:
             if is_decode(request, tokens_left(self, request)):
                 num_decodes += 1
                 context += request.num_computed_tokens + 1
-        self.cost.begin(num_decodes, context, self.limits.max_num_scheduled_tokens - num_decodes)
+        self.cost.begin(num_decodes, context, max(0, self.limits.max_num_scheduled_tokens - num_decodes))
         for request in running:
             if request.step_tokens > 0 and not is_decode(request, request.step_tokens):
                 self.cost.spend(request.num_computed_tokens, request.step_tokens)

@@ -215,3 +215,16 @@ def test_a_fault_that_keeps_making_steps_until_its_time_is_over_is_missed(monkey
     monkeypatch.setattr(mutations, "LIMIT_S", -1.0)
     process = FakeProcess(9, "seed 3: a rule")
     assert verdict(process, itertools.count().__next__)[0] == MISSED  # type: ignore[arg-type]
+
+
+def test_a_paced_step_of_fewer_tokens_than_decodes_takes_none_away() -> None:
+    """What is left for prompts was less than nothing then, and a request that needed no token got that much."""
+    limits = {"max_in_flight": 4, "max_num_scheduled_tokens": 1, "target_itl_s": 0.5, "drafter": (16, 0.7, 0)}
+    events = (
+        Add(336.591, "r60", 1, 18),
+        Add(336.591, "r61", 2, 8),
+        Reset(353.702, force=True),
+        Add(357.968, "r65bh1", 1, 4),
+        Add(358.968, "r65bh2", 1, 3),
+    )
+    assert run(Script({**PLAIN, **limits}, events, seed=20000384)).counts["length"] == 4
