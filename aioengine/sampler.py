@@ -180,13 +180,18 @@ class Sampler:
         temperature = np.where(self._draws_told, settings["temperature"], 0)
         return temperature, settings["top_p"], settings["min_p"], settings["top_k"], settings["seed"]
 
-    def sample(self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike) -> SampledStep:
+    def sample(
+        self, logits: Tensor, rows: ArrayLike, num_outputs: ArrayLike, positions: Tensor | None = None
+    ) -> SampledStep:
         """Chooses one token for each row of `logits` and counts it as that row's newest output token.
 
         Args:
             logits: [S, V] on the device, any float type; never changed.
-            rows: int [S] on the host: which persistent row each belongs to, no row twice.
+            rows: int [S] on the host: which persistent row each belongs to; no row twice that is penalized, or
+                constrained at its position, since each choice of such a row depends on the one before it.
             num_outputs: int [S] on the host: output tokens so far, those still in flight included.
+            positions: int32 [S] on the device: the same less the drafts in flight that were rejected, where the host
+                counted any. Equal to num_outputs in a row that is penalized or constrained.
         """
         row_ids = np.asarray(rows, np.int64)
         x = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -195,9 +200,9 @@ class Sampler:
         settings["position"] = num_outputs
         edited = np.flatnonzero(flags & (_CONSTRAINED | _PENALIZED))
         if edited.size == 0:
-            packed = self._backend.choose(x, None, settings)
+            packed = self._backend.choose(x, None, settings, positions)
         else:
-            packed = self._choose_edited(x, edited, row_ids, flags, settings)
+            packed = self._choose_edited(x, edited, row_ids, flags, settings, positions)
         scored = np.flatnonzero(flags & _SCORED)
         if scored.size == 0:
             return SampledStep(packed, None)
@@ -219,7 +224,13 @@ class Sampler:
         return self._flags[rows] | constrained.astype(np.int32)
 
     def _choose_edited(
-        self, x: Tensor, edited: IntArray, rows: IntArray, flags: NDArray[np.int32], settings: Settings
+        self,
+        x: Tensor,
+        edited: IntArray,
+        rows: IntArray,
+        flags: NDArray[np.int32],
+        settings: Settings,
+        positions: Tensor | None,
     ) -> Tensor:
         """Constraints, then penalties, on a copy of the rows that have any; all rows take their tokens."""
         is_part = len(edited) < len(rows) and not self._backend.edits_all
@@ -230,12 +241,12 @@ class Sampler:
         constrained, penalized = np.flatnonzero(flags & _CONSTRAINED), np.flatnonzero(flags & _PENALIZED)
         penalties = None
         if constrained.size:
-            positions = own["position"][constrained].astype(np.int64)
-            self._constraints.apply(z, constrained, rows[constrained], positions)
+            num_outputs = own["position"][constrained].astype(np.int64)
+            self._constraints.apply(z, constrained, rows[constrained], num_outputs)
         if penalized.size:
             penalties = self._penalties.step(penalized, rows[penalized], own[penalized])
             penalties.apply(z)
-        packed = self._backend.choose(z, None, own)
+        packed = self._backend.choose(z, None, own, _at(positions, part) if is_part else positions)
         if constrained.size:
             self._constraints.add(packed[0], constrained, rows[constrained])
         if penalties is not None:
@@ -244,5 +255,10 @@ class Sampler:
             return packed
         plain = np.setdiff1d(np.arange(len(x)), edited, assume_unique=True)
         whole = packed.new_empty((2, len(x)))
-        whole[:, edited], whole[:, plain] = packed, self._backend.choose(x, plain, settings[plain])
+        whole[:, edited] = packed
+        whole[:, plain] = self._backend.choose(x, plain, settings[plain], _at(positions, plain))
         return whole
+
+
+def _at(positions: Tensor | None, rows: IntArray) -> Tensor | None:
+    return None if positions is None else positions[torch.from_numpy(rows)]

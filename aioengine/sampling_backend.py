@@ -58,8 +58,13 @@ class SamplingBackend(Protocol):
     edits_all: bool
     """Rows are edited in a copy of all logits rather than of theirs alone."""
 
-    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
-        """Token ids and statuses of rows `at`, or of all, int32 [2, n] on the device."""
+    def choose(
+        self, logits: Tensor, at: IntArray | None, settings: Settings, positions: Tensor | None = None
+    ) -> Tensor:
+        """Token ids and statuses of rows `at`, or of all, int32 [2, n] on the device.
+
+        `settings` [n]; `positions` int32 [n] on the device stands for the positions there.
+        """
         ...
 
     def score(
@@ -80,9 +85,14 @@ class NativeBackend:
     def __init__(self, vocab_size: int) -> None:
         self.penalties: Penalties = NativePenalties(vocab_size)
 
-    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
+    def choose(
+        self, logits: Tensor, at: IntArray | None, settings: Settings, positions: Tensor | None = None
+    ) -> Tensor:
         x = logits.float()
         rows = np.arange(len(x)) if at is None else at
+        if positions is not None:
+            settings = settings.copy()
+            settings["position"] = positions.numpy()
         out = np.empty((2, len(rows)), np.int32)
         words = settings.view(np.int32).reshape(len(rows), -1)
         native.choose_tokens(x.data_ptr(), x.stride(0), x.shape[1], rows, words, out)
@@ -152,13 +162,16 @@ class DeviceBackend:
             vocab_size, device, operations.apply_penalties, operations.count_tokens
         )
 
-    def choose(self, logits: Tensor, at: IntArray | None, settings: Settings) -> Tensor:
+    def choose(
+        self, logits: Tensor, at: IntArray | None, settings: Settings, positions: Tensor | None = None
+    ) -> Tensor:
         x = logits if at is None else logits.index_select(0, to_device(at, self.device))
         drawn = settings["temperature"] >= GREEDY_TEMPERATURE
         kept_whole = (settings["top_k"] >= x.shape[1]) & (settings["top_p"] >= 1) & (settings["min_p"] <= 0)
-        rows, positions, table = self._draw_table(settings, drawn)
+        rows, num_outputs, table = self._draw_table(settings, drawn)
         packed = torch.empty((2, len(x)), dtype=torch.int32, device=self.device)
         # Rows are counted through, so that a last token by row is the first half of what is chosen.
+        positions = num_outputs if positions is None else positions
         self._run.choose(x, rows, positions, table, packed, packed[0], bool((drawn & ~kept_whole).any()))
         return packed
 

@@ -380,6 +380,25 @@ def test_same_seed_gives_other_tokens_at_other_positions(make: MakeSampler) -> N
     assert tokens != [int(sampler.sample(flat, [0], [n]).token_ids[0]) for n in range(20)]
 
 
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_positions_of_the_device_stand_for_those_of_the_host(make: MakeSampler, is_edited: bool) -> None:
+    """The host counts drafts in flight as accepted; a row may then be in a step several times."""
+    vocab_size, true, told = 300, [4, 5, 6, 2, 9], [6, 7, 8, 2, 11]
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0))
+    found = []
+    for num_outputs, positions in ((true, None), (told, true), (told, None)):
+        sampler = make(vocab_size)
+        sampler.join(1, plan_for(vocab_size, temperature=3.0, seed=5), [1], [2] * 4)
+        edits = {"frequency_penalty": 0.5, "logit_bias": {3: 2.0}} if is_edited else {}
+        sampler.join(2, plan_for(vocab_size, temperature=3.0, seed=6, **edits), [1], [2] * 2)
+        sampler.join(0, plan_for(vocab_size, temperature=3.0, seed=7, top_k=50), [1], [2] * 9)
+        on_device = None if positions is None else torch.tensor(positions, dtype=torch.int32)
+        step = sampler.sample(logits, [1, 1, 1, 2, 0], num_outputs, on_device)
+        found.append(step.token_ids.tolist())
+    assert found[0] == found[1] and found[0][3] == found[2][3]
+    assert all(a != b for i, (a, b) in enumerate(zip(found[0], found[2], strict=True)) if i != 3)
+
+
 def test_rows_that_come_and_go_leave_nothing_behind(make: MakeSampler) -> None:
     sampler = make(20)
     for round_ in range(3):
