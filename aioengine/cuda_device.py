@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from aioengine.buckets import token_buckets
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.cuda_pages import CudaPages, staging_bytes
 from aioengine.cuda_runner import CudaRunner
@@ -26,7 +27,7 @@ from aioengine.device import (
 )
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native, step_buffer
-from aioengine.graphs import StepForward, token_buckets
+from aioengine.graphs import StepForward
 from aioengine.kernels.jit import unavailable_reason
 from aioengine.kv_host_tier import KVHostTier, num_host_blocks
 from aioengine.kv_layout import KVLayout
@@ -140,6 +141,7 @@ def make_cuda_runner(
             max_blocks=max_blocks,
             buffer_words=ring.shape[1],
             buckets=_buckets(resolved),
+            num_speculative_tokens=resolved.num_speculative_tokens,
             uses_cudnn=resolved.attention_backend != "triton",
         )
         check_attention(resolved.attention_backend, forward.cudnn_refusal)

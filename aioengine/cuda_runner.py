@@ -1,10 +1,10 @@
 """Runs steps on a GPU: `launch` enqueues everything a step needs and returns; an eventfd resolves its future.
 
 No thread waits for the device. On the compute stream: the step buffer's copy from a pinned ring, the forward
-pass (`graphs.py`), sampling, and the chosen tokens' scatter by row, where the next step finds them. A side
-stream waits for an event at the end of the step, copies token ids and statuses to pinned memory and signals;
-it never holds up the next step. `completion.py` then has the oldest future resolved, so results come in launch
-order. All methods run on the loop's thread, except the constructor and `warm_up`, which the loader calls.
+pass (`graphs.py`), sampling, the acceptance of drafts, and the chosen tokens' scatter by row, where the next step
+finds them. A side stream waits for an event at the end of the step, copies token ids and statuses to pinned memory
+and signals; it never holds up the next step. `completion.py` then has the oldest future resolved, so results come in
+launch order. All methods run on the loop's thread, except the constructor and `warm_up`, which the loader calls.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from aioengine.buckets import StepFacts
 from aioengine.completion import CompletionWatch
 from aioengine.config import CaptureTime
 from aioengine.device import Device, MemoryReport
 from aioengine.errors import EngineClosed, EngineDead
-from aioengine.graphs import StepFacts, StepForward, StepOutput
+from aioengine.graphs import StepForward, StepOutput
 from aioengine.kernels.choose import DrawTable
 from aioengine.kv_connector import KVConnector, Store
 from aioengine.runner import FAILURES, PROMPT_SLICE, StepResult, prompt_targets
@@ -47,7 +48,7 @@ class _Slot:
     words: torch.Tensor
     """The step buffer, pinned."""
     packed: torch.Tensor
-    """[2, max_num_seqs] on the device: the side stream reads it while the next step runs."""
+    """[2, max_samples] on the device: the side stream reads it while the next step runs."""
     host_packed: torch.Tensor
     """The same, pinned."""
     draws: DrawTable
@@ -121,7 +122,7 @@ class CudaRunner:
         self._side = torch.cuda.Stream(stream.device)
         with torch.cuda.stream(stream):
             self._sampler: Sampler | None = Sampler(vocab_size, max_num_seqs, stream.device)
-            self._slots = [self._make_slot(len(forward.buffer)) for _ in range(max_in_flight + 1)]
+            self._slots = [self._make_slot(forward) for _ in range(max_in_flight + 1)]
         stream.synchronize()
         self._next_slot = 0
         self._pending: deque[_Pending] = deque()
@@ -131,10 +132,10 @@ class CudaRunner:
         self._failure: BaseException | None = None
         self._is_closed = False
 
-    def _make_slot(self, num_words: int) -> _Slot:
-        shape = (2, self._max_num_seqs)
+    def _make_slot(self, forward: StepForward) -> _Slot:
+        shape = forward.packed.shape
         return _Slot(
-            torch.empty(num_words, dtype=torch.int32, pin_memory=True),
+            torch.empty(len(forward.buffer), dtype=torch.int32, pin_memory=True),
             torch.zeros(shape, dtype=torch.int32, device=self._compute.device),
             torch.empty(shape, dtype=torch.int32, pin_memory=True),
             DrawTable.zeros(self._max_num_seqs, torch.device("cpu"), pin_memory=True),
@@ -146,13 +147,13 @@ class CudaRunner:
         """Captures what the level wants captured at start; the rest is left to idle time, or to its first use."""
         forward = self._forward
         assert forward is not None
-        if not forward.buckets:
+        if not forward.buckets.sizes:
             self._capture = "never"
         with torch.no_grad(), torch.cuda.stream(self._compute):
             self._idle_work = self._prepare_all(forward)
             if self._capture == "idle":
                 forward.waits_for_idle_time = True
-                for bucket in forward.start_buckets():
+                for bucket in forward.buckets.at_start():
                     forward.prepare(bucket)
             elif self._capture == "start":
                 for _ in self._idle_work:
@@ -163,7 +164,7 @@ class CudaRunner:
     def _prepare_all(self, forward: StepForward) -> Iterator[None]:
         """Everything that steps may come to need and that is not prepared yet, a piece at a time."""
         yield from forward.warm_long_chunks(self._max_chunk)
-        for bucket in forward.all_buckets():
+        for bucket in forward.buckets.ahead():
             if not forward.is_prepared(bucket):
                 forward.prepare(bucket)
                 yield
@@ -271,18 +272,22 @@ class CudaRunner:
         pending = _Pending(done, slot, num_samples, facts.sample_plan_rows, None, lost_blocks)
         if num_samples:
             if not output.has_chosen:
-                inputs, size = output.inputs, forward.sample_size(num_samples)
+                inputs, size = output.inputs, forward.buckets.sample_size(num_samples)
                 rows = output.hidden.index_select(0, output.sample_indices[:size])
                 if choice:
                     num_outputs = inputs.sample_num_outputs[:size]
                     forward.choose(rows, inputs.sample_rows[:size], num_outputs, output.ctx, choice)
                 else:
                     logits = model.logits(rows, output.ctx)[:num_samples]
-                    sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs)
+                    # Drafts in flight may be rejected, of which only the device will know.
+                    positions = inputs.sample_num_outputs[:num_samples] if forward.buckets.num_drafts else None
+                    sampled = sampler.sample(logits, facts.sample_rows, facts.sample_num_outputs, positions)
                     device_rows = inputs.sample_rows[:num_samples].long()
                     forward.last_token.index_copy_(0, device_rows, sampled.token_ids)
                     forward.packed[:, :num_samples].copy_(sampled.packed)
                     pending.logprobs = sampled.logprobs
+                if facts.num_drafts:
+                    forward.accept(facts.num_rows)
             slot.packed.copy_(forward.packed)
         if facts.prompt_spans:
             pending.prompt_scores = self._score_prompts(plan, facts, output, sampler, model)
@@ -376,7 +381,7 @@ def _read(pending: _Pending) -> StepResult:
         result.failures = {int(rows[i]): FAILURES[int(status[i])] for i in np.flatnonzero(status != OK)}
     if pending.logprobs is not None:
         found = pending.logprobs.resolve()
-        result.logprobs = {key: value for key, value in found.items() if value is not None}
+        result.logprobs = {key: value for key, value in found.items() if value is not None and token_ids[key] >= 0}
     if pending.prompt_scores:
         result.prompt_logprobs = {}
         for score in pending.prompt_scores:

@@ -1,7 +1,8 @@
 """The forward pass of a step on a device: unpacked, padded to a bucket, and replayed as a CUDA graph.
 
 `StepForward` owns what every step reads and writes at fixed addresses (the step buffer, the persistent rows' block
-table, draws and last tokens, the chosen tokens) and one captured graph per `Bucket`. A bucket seen for the first time
+table, draws, last tokens and rejected drafts, the chosen tokens) and one captured graph per `Bucket`
+(`buckets.py`). A bucket seen for the first time
 runs its step eagerly, which compiles and warms what it needs, and is captured right after; capture executes
 nothing. Steps with a chunk long enough for cuDNN, and all steps at -O0, run eagerly at their own size.
 
@@ -13,19 +14,19 @@ same. Called by `cuda_runner.py` on one stream, in launch order.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from aioengine.fastcore.step_buffer import VERSION, read_step
+from aioengine.buckets import LONG_CHUNK, Bucket, Buckets, StepFacts, reads_last_only
+from aioengine.fastcore.step_buffer import VERSION
 from aioengine.kernels import step as layout
+from aioengine.kernels.accept import accept
 from aioengine.kernels.attention_plan import AttentionPlan, fill_plan, make_plan, row_counts, tile_for
-from aioengine.kernels.attention_prefill import SIZES, LongRow, unsupported_reason, warm
+from aioengine.kernels.attention_prefill import LongRow, unsupported_reason, warm
 from aioengine.kernels.block_copy import BlockCopier
 from aioengine.kernels.choose import DrawTable, choose
 from aioengine.kernels.compile_ahead import can_compile_together, compiled_together
@@ -42,83 +43,6 @@ if TYPE_CHECKING:
     from aioengine.models import Model
 
 logger = logging.getLogger(__name__)
-
-BUCKET_STEPS = ((64, 8), (256, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024))
-"""Buckets up to so many tokens are so far apart: padding stays small, and products of 8 more rows take longer."""
-AT_START = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Decodes that are captured before the first request; steps of the sizes between wait for idle time in these."""
-MOST_PADDING = 0.34
-"""Share of a step that may be padding before its own bucket is captured at once."""
-
-LONG_CHUNK = SIZES[0]
-"""Chunks of so many queries go to cuDNN where it serves the layer."""
-
-Ints = NDArray[np.int32]
-
-
-def token_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Sizes that steps are padded to: dense for few tokens, up to the most that a step may have."""
-    largest = max(max_num_seqs, max_num_batched_tokens)
-    sizes = [size for size in (1, 2, 4, 8) if size < largest]
-    for end, step in BUCKET_STEPS:
-        sizes += range(max(sizes, default=0) + step, min(end + 1, largest), step)
-    return (*sizes, largest)
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the host must know of a step: read once from its buffer, and valid as long as that."""
-
-    num_rows: int
-    num_tokens: int
-    num_samples: int
-    max_query_len: int
-    query_lens: Ints
-    """[R] new tokens of each row."""
-    sample_rows: Ints
-    """[N] persistent row of each sample."""
-    sample_num_outputs: Ints
-    """[N] position of the token to sample in its output."""
-    sample_plan_rows: Ints
-    """[N] position of each sample's row in the plan."""
-    prompt_spans: tuple[tuple[int, int], ...]
-    """(plan row, first token) of rows whose prompt is scored."""
-    num_copies: int
-    """Blocks to copy before the forward pass."""
-    long_rows: tuple[LongRow, ...]
-    """Rows with `LONG_CHUNK` or more new tokens."""
-
-    @classmethod
-    def of(cls, buffer: Ints) -> StepFacts:
-        """
-        Raises:
-            ValueError: the buffer has another layout than this version knows.
-        """
-        longest, lens, rows, outputs, plan_rows, spans, long_rows = read_step(buffer, LONG_CHUNK)
-        return cls(
-            int(buffer[layout.NUM_ROWS]),
-            int(buffer[layout.NUM_TOKENS]),
-            int(buffer[layout.NUM_SAMPLES]),
-            longest,
-            lens,
-            rows,
-            outputs,
-            plan_rows,
-            tuple(spans),
-            int(buffer[layout.NUM_COPIES]),
-            tuple(LongRow(*row) for row in long_rows),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """What a graph was captured for."""
-
-    num_tokens: int
-    few_queries: bool
-    """No row has more queries than the decode tile takes, so that one attention launch serves all."""
-    choice: Choice
-    """How it ends: with hidden states (`OTHER`), or with the choice of every sample (`kernels/choose.py`)."""
 
 
 @dataclass(slots=True)
@@ -158,6 +82,7 @@ class StepForward:
     Args:
         buffer_words: most words of a step buffer.
         buckets: sizes that steps are padded to, ascending, as `token_buckets`; none runs every step eagerly.
+        num_speculative_tokens: most drafts of a row.
         uses_cudnn: for long chunks, where it can serve them.
     """
 
@@ -173,6 +98,7 @@ class StepForward:
         max_blocks: int,
         buffer_words: int,
         buckets: tuple[int, ...],
+        num_speculative_tokens: int = 0,
         uses_cudnn: bool = True,
     ) -> None:
         self._model = model
@@ -183,12 +109,12 @@ class StepForward:
         self._layout = layout
         self._max_num_seqs = max_num_seqs
         self._device = ops.device
-        self.buckets = buckets
         self._uses_graphs = bool(buckets) and self._device.type == "cuda"
         self._entries: dict[Bucket, _Entry] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
         group = spec.num_heads // spec.num_kv_heads
-        self._few_queries = tile_for(group, few_queries=True).block_m // group
+        few_queries = tile_for(group, few_queries=True).block_m // group
+        self.buckets = Buckets(buckets, max_num_seqs, few_queries, num_speculative_tokens)
         self._windows = tuple(sorted({window or 0 for window in spec.layer_windows}))
         self.cudnn_refusal = (
             self._why_no_cudnn(ops.dtype) if uses_cudnn else "cuDNN is switched off by --attention-backend triton"
@@ -209,12 +135,14 @@ class StepForward:
             scales = [size // layout.block_size for size in layout.block_sizes]
             self._scales = torch.tensor(scales, dtype=torch.int32, device=self._device)
         self.last_token = ints(max_num_seqs)
-        self.packed = ints(2, max_num_seqs)
+        self.rejected = ints(max_num_seqs)
+        """Drafts rejected in each persistent row since the engine began (`kernels/accept.py`)."""
+        self.packed = ints(2, self.buckets.max_samples)
         """Choices: token ids, then statuses."""
         self.draws = DrawTable.zeros(max_num_seqs, self._device)
         """How each persistent row chooses; the runner copies it here as requests join."""
         largest = buckets[-1] if buckets else 0
-        self._inputs = self._empty_inputs(largest, max_num_seqs, max_num_seqs)
+        self._inputs = self._empty_inputs(largest, max_num_seqs, self.buckets.max_samples)
         self._hidden = torch.zeros((largest, spec.hidden_size), dtype=ops.dtype, device=self._device)
         self._shared_plan = self._make_plan(max(largest, 1), max_num_seqs, False, 0, None)
 
@@ -232,13 +160,16 @@ class StepForward:
         """Runs the step that lies in `buffer`. `choice`: what all its samples can be chosen with."""
         if facts.num_copies:
             self._copier().copy(self.buffer, facts.num_copies)
+        if facts.num_samples > self.buckets.max_samples:
+            raise ValueError(f"step of {facts.num_samples} samples, the most is {self.buckets.max_samples}")
         is_long = bool(facts.long_rows) and self.cudnn_refusal is None
-        if not self.buckets or is_long:
+        if not self.buckets.sizes or is_long:
             return self._run_at_size(facts)
-        bucket = self.bucket_of(facts, choice)
+        bucket = self.buckets.of(facts, choice)
         if self.waits_for_idle_time and bucket not in self._entries:
-            bucket = self._larger(bucket, facts.num_tokens) or bucket
-        if facts.prompt_spans and self._reads_last_only(bucket.num_tokens, self._rows_of(bucket), bucket.few_queries):
+            larger = self.buckets.larger(bucket, facts.num_tokens)
+            bucket = next((other for other in larger if other in self._entries), bucket)
+        if facts.prompt_spans and self.buckets.is_narrow(bucket):
             return self._run_at_size(facts)
         entry = self._entries.get(bucket)
         if entry is None:
@@ -248,23 +179,6 @@ class StepForward:
         else:
             self._pass(bucket, entry)
         return StepOutput(self._hidden[: entry.num_hidden], entry.inputs, self._context(entry), bucket.choice > 0)
-
-    def bucket_of(self, facts: StepFacts, choice: Choice) -> Bucket:
-        """The smallest bucket that serves a step."""
-        few_queries = facts.max_query_len <= self._few_queries
-        chooses = few_queries and facts.num_samples > 0 and not facts.prompt_spans
-        size = self.buckets[bisect_left(self.buckets, facts.num_tokens)]
-        return Bucket(size, few_queries, choice if chooses else Choice.OTHER)
-
-    def _larger(self, bucket: Bucket, num_tokens: int) -> Bucket | None:
-        """The next larger bucket that is captured, if a step of so many tokens does not waste too much of it."""
-        for size in self.buckets[bisect_left(self.buckets, bucket.num_tokens) + 1 :]:
-            if size - num_tokens > MOST_PADDING * size:
-                return None
-            larger = Bucket(size, bucket.few_queries, bucket.choice)
-            if larger in self._entries:
-                return larger
-        return None
 
     def choose(
         self,
@@ -279,34 +193,9 @@ class StepForward:
         is_filtered = choice == Choice.FILTERED
         choose(logits, rows, num_outputs, self.draws, self.packed, self.last_token, is_filtered)
 
-    def sample_size(self, num_samples: int) -> int:
-        """How many rows the logits of so many samples are computed for: as many as a decode captured at start has.
-
-        For a number of rows never multiplied before, cuBLAS loads a kernel and torch takes memory. Both may wait for
-        the device, and the loop with them: for a whole step of prompts, if one runs.
-        """
-        larger = (size for size in reversed(self._likely_sizes()) if size >= num_samples > 0)
-        return min(next(larger, num_samples), self._max_num_seqs) if self.buckets else num_samples
-
-    def start_buckets(self) -> list[Bucket]:
-        """What the first steps need: the largest step, so that all others fit into its memory, and decodes."""
-        largest = Bucket(self.buckets[-1], few_queries=False, choice=Choice.OTHER)
-        return [largest, *(Bucket(size, True, Choice.PLAIN) for size in self._likely_sizes())]
-
-    def all_buckets(self) -> list[Bucket]:
-        """Every bucket to be captured ahead, the likeliest first but for the largest."""
-        mixed = [Bucket(size, few_queries=False, choice=Choice.OTHER) for size in reversed(self.buckets)]
-        plain = [Bucket(size, few_queries=True, choice=Choice.PLAIN) for size in self._decode_sizes()]
-        rarer = [Bucket(n, True, choice) for choice in (Choice.FILTERED, Choice.OTHER) for n in self._likely_sizes()]
-        return [*mixed[:1], *plain, *mixed[1:], *rarer]
-
-    def _likely_sizes(self) -> list[int]:
-        decodes = self._decode_sizes()
-        return [size for size in decodes if size in AT_START or size == decodes[0]]
-
-    def _decode_sizes(self) -> list[int]:
-        """Largest first."""
-        return list(reversed(self.buckets[: bisect_left(self.buckets, self._max_num_seqs) + 1]))
+    def accept(self, num_rows: int) -> None:
+        """Accepts the drafts of the step in `buffer`, of at most so many rows, whose choices are in `packed`."""
+        accept(self.buffer, self.packed, self.last_token, self.rejected, num_rows)
 
     def is_prepared(self, bucket: Bucket) -> bool:
         return bucket in self._entries
@@ -342,24 +231,24 @@ class StepForward:
         self._inputs.zero_()
         with compiled_together():
             self._profile(self._largest_inputs(num_tokens).zero_())
-            for bucket in self.start_buckets() if self.buckets else ():
+            for bucket in self.buckets.at_start() if self.buckets.sizes else ():
                 self._pass(bucket, self._make_entry(bucket))
 
     def profile(self, num_tokens: int) -> None:
-        """Takes the memory that the largest step takes: padding through all layers, logits of all rows."""
+        """Takes the memory that the largest step takes: padding through all layers, logits of all samples."""
         self.buffer[: layout.HEADER_WORDS] = _empty_header(self._device)
         self._profile(self._largest_inputs(num_tokens))
 
     def _largest_inputs(self, num_tokens: int) -> StepInputs:
-        rows = min(self._max_num_seqs, num_tokens)
-        return self._empty_inputs(num_tokens, rows, rows)
+        rows, samples = (min(most, num_tokens) for most in (self._max_num_seqs, self.buckets.max_samples))
+        return self._empty_inputs(num_tokens, rows, samples)
 
     def _profile(self, inputs: StepInputs) -> None:
         tokens, rows = inputs.num_tokens, inputs.num_rows
         plans = {w: self._make_plan(tokens, rows, False, w, self._shared_plan) for w in self._windows}
         entry = _Entry(inputs, self._metadata(inputs, plans, ()))
         hidden = self._forward(entry)
-        logits = self._model.logits(hidden[:rows], self._context(entry))
+        logits = self._model.logits(hidden[: inputs.num_samples], self._context(entry))
         wide = logits.float()
         argmax(wide + 0.0)
 
@@ -408,22 +297,14 @@ class StepForward:
         return graph
 
     def _make_entry(self, bucket: Bucket) -> _Entry:
-        rows = self._rows_of(bucket)
-        inputs = self._inputs.first(bucket.num_tokens, rows, rows)
+        rows = self.buckets.rows_of(bucket)
+        inputs = self._inputs.first(bucket.num_tokens, rows, self.buckets.samples_of(bucket))
         plans = {
             window: self._make_plan(bucket.num_tokens, rows, bucket.few_queries, window, self._shared_plan)
             for window in self._windows
         }
-        is_narrow = self._reads_last_only(bucket.num_tokens, rows, bucket.few_queries)
-        final = self._final_rows(inputs) if is_narrow else None
+        final = self._final_rows(inputs) if self.buckets.is_narrow(bucket) else None
         return _Entry(inputs, self._metadata(inputs, plans, ()), final)
-
-    def _rows_of(self, bucket: Bucket) -> int:
-        return min(bucket.num_tokens, self._max_num_seqs)
-
-    def _reads_last_only(self, num_tokens: int, num_rows: int, few_queries: bool) -> bool:
-        """Whether the last layer is spared tokens that nobody reads: where they are at least half of the step."""
-        return not few_queries and 2 * num_rows <= num_tokens
 
     def _final_rows(self, inputs: StepInputs) -> FinalRows:
         """The last token of each row; `_forward` fills its plan."""
@@ -441,24 +322,28 @@ class StepForward:
             inputs, ctx = entry.inputs, self._context(entry)
             hidden_rows = hidden.index_select(0, inputs.sample_indices)
             self.choose(hidden_rows, inputs.sample_rows, inputs.sample_num_outputs, ctx, bucket.choice)
+            if bucket.has_drafts:
+                self.accept(inputs.num_rows)
         else:
             self._hidden[: entry.num_hidden].copy_(hidden)
 
     def _run_at_size(self, facts: StepFacts) -> StepOutput:
-        num_rows = self.sample_size(facts.num_rows)  # the last layer multiplies as many
-        inputs = self._empty_inputs(facts.num_tokens, num_rows, self.sample_size(facts.num_samples))
+        sample_size = self.buckets.sample_size
+        num_rows = sample_size(facts.num_rows)  # the last layer multiplies as many
+        inputs = self._empty_inputs(facts.num_tokens, num_rows, sample_size(facts.num_samples))
         long_rows = facts.long_rows if self.cudnn_refusal is None else ()
         skipped = np.zeros(num_rows, np.int32)
         for row in long_rows:
             skipped[row.row] = row.num_covered
         plans = {}
-        few_queries = facts.max_query_len <= self._few_queries
+        few_queries = facts.max_query_len <= self.buckets.few_queries
         for window in self._windows:
             owed = facts.query_lens - skipped[: facts.num_rows] if window == 0 else facts.query_lens
             plans[window] = self._make_plan(
                 facts.num_tokens, num_rows, few_queries, window, self._shared_plan, owed.tolist()
             )
-        is_narrow = not facts.prompt_spans and self._reads_last_only(facts.num_tokens, num_rows, few_queries)
+        reads_all = few_queries or facts.prompt_spans or facts.num_drafts
+        is_narrow = not reads_all and reads_last_only(facts.num_tokens, num_rows)
         final = self._final_rows(inputs) if is_narrow else None
         entry = _Entry(inputs, self._metadata(inputs, plans, long_rows), final)
         skip = to_device(skipped, self._device) if long_rows else None
@@ -468,7 +353,8 @@ class StepForward:
     def _forward(self, entry: _Entry, skip: torch.Tensor | None = None) -> torch.Tensor:
         """`skip`: how many of each row's first queries cuDNN attends, in layers that see all."""
         inputs = entry.inputs
-        unpack(self.buffer, self.block_table, self.last_token, self._layout.block_size, inputs, self._scales)
+        rows = self.block_table, self.last_token, self.rejected
+        unpack(self.buffer, *rows, self._layout.block_size, inputs, self._scales)
         for window, plan in entry.attention[0].plans.items():
             fill_plan(plan, inputs.query_start_loc, inputs.seq_lens, skip if window == 0 else None)
         if entry.final is not None:

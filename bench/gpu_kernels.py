@@ -482,14 +482,14 @@ def run_step(b: Bench, rows: int) -> None:
     header = [1, 0, rows, rows, rows, 16, off_tokens, off_tokens + rows, 4, off_tokens + rows + 12] + [0] * 6
     buffer = b.ints(header + words + [-1] * rows + [0, 62, 7, 0, 63, 8, 0, 64, 9, 0, 65, 10])
     table = b.ints(torch.arange(256 * max_blocks).view(256, max_blocks) % 5000)
-    last = b.ints(torch.arange(256))
+    last, rejected = b.ints(torch.arange(256)), b.ints(torch.zeros(256))
     inputs = step.StepInputs.empty(rows, rows, rows, max_blocks, b.device)
-    step.unpack(buffer, table, last, BLOCK_SIZE, inputs)
+    step.unpack(buffer, table, last, rejected, BLOCK_SIZE, inputs)
     if not b.dry:
-        expected = step.unpack_ref(buffer.clone(), table, last, BLOCK_SIZE)
+        expected = step.unpack_ref(buffer.clone(), table, last, rejected, BLOCK_SIZE)
         wrong = [n for n in step.StepInputs.__dataclass_fields__ if not getattr(inputs, n).equal(getattr(expected, n))]
         b.add(f"unpack {rows}", error=float(len(wrong)), note=str(wrong))
-    b.time(f"unpack {rows} rows", lambda i: step.unpack(buffer, table, last, BLOCK_SIZE, inputs), 32)
+    b.time(f"unpack {rows} rows", lambda i: step.unpack(buffer, table, last, rejected, BLOCK_SIZE, inputs), 32)
     for heads, kv_heads in ((32, 8), (16, 8)):
         plan = make_plan(rows, rows, heads, kv_heads, HEAD_DIM, b.device, decode_only=True)
         b.time(f"plan {rows} rows, {heads} heads", lambda i, p=plan: fill_plan(p, inputs.query_start_loc, inputs.seq_lens), 32)  # fmt: skip  # noqa: E501

@@ -4,15 +4,21 @@ The buffer is the packed step that the scheduler wrote (int32; one copy to the d
 
     header  16 words: 0 version, 1 step_id, 2 num_rows, 3 num_tokens, 4 num_samples, 5 off_rows, 6 off_tokens,
             7 off_blocks, 8 num_block_updates, 9 total_words, 10 off_copies, 11 num_copies, 12 num_drafts
-    rows    num_rows x 8: row, query_start, num_new_tokens, num_computed_tokens, flags, sample_index or -1,
-            position of the token to sample (number of output tokens so far), num_rejected
+    rows    num_rows x 8: row, query_start, num_new_tokens, num_computed_tokens, flags (number of drafts from bit 8
+            on), index of its first sample or -1, position of the token to sample (number of output tokens so far),
+            num_rejected
     tokens  num_tokens ids; -1 = the last token sampled for that row, still on the device
     blocks  num_block_updates x (group * max_rows + row, logical index, block id)
     copies  num_copies x (source block, target block), made before the unpack (`block_copy.py`)
 
-Two tensors outlive the step and are kept here by row: `block_table` [G * max_rows, max_blocks], updated from the
-block list before it is read, and `last_token` [max_rows], which the sampler writes. G groups of layers have a
-block table each, whose blocks may hold a multiple (`scales`) of the first group's tokens.
+Three tensors outlive the step and are kept here by row: `block_table` [G * max_rows, max_blocks], updated from the
+block list before it is read, `last_token` [max_rows], which the sampler writes, and `rejected` [max_rows], which
+`accept.py` does. G groups of layers have a block table each, whose blocks may hold a multiple (`scales`) of the first
+group's tokens.
+
+A row with d drafts, its last tokens, has d + 1 samples: of the token before them and of each. The buffer counts drafts
+of steps in flight as accepted. What was rejected in a row since the buffer's `num_rejected` was read makes context
+and output so much shorter, and all positions here are the true ones.
 
 Padding up to the bucket: tokens have id 0, position 0 and slot -1; rows are empty (query range at the end,
 length 0, table of null blocks, row -1); samples point at token 0 and row -1. Table entries at or past a row's
@@ -137,6 +143,7 @@ def unpack_ref(
     buffer: torch.Tensor,
     block_table: torch.Tensor,
     last_token: torch.Tensor,
+    rejected: torch.Tensor,
     block_size: int,
     num_tokens: int | None = None,
     num_rows: int | None = None,
@@ -145,8 +152,8 @@ def unpack_ref(
 ) -> StepInputs:
     """Applies the block updates to `block_table` and returns the step's inputs, padded to the given sizes.
 
-    Sizes left out are the step's own. `last_token` is read only. `scales` has an entry per group. Raises ValueError
-    when the step is larger.
+    Sizes left out are the step's own. `last_token` and `rejected` are read only. `scales` has an entry per group.
+    Raises ValueError when the step is larger.
     """
     header = buffer[:HEADER_WORDS].tolist()
     real_rows, real_tokens, real_samples = header[NUM_ROWS], header[NUM_TOKENS], header[NUM_SAMPLES]
@@ -171,8 +178,10 @@ def unpack_ref(
     tables = block_table.view(num_groups, -1, width)
     step = StepInputs.empty(num_tokens, num_rows, num_samples, width, block_table.device, num_groups)
     row_of_token = torch.repeat_interleave(torch.arange(real_rows, device=rows.device), rows[:, NUM_NEW])
+    shift = (rejected[rows[:, ROW]] - rows[:, NUM_REJECTED].int()).long()  # in int32: both wrap
+    computed, num_outputs = rows[:, NUM_COMPUTED] - shift, rows[:, NUM_OUTPUT] - shift
     positions = torch.arange(real_tokens, device=rows.device) - rows[row_of_token, QUERY_START]
-    positions = positions + rows[row_of_token, NUM_COMPUTED]
+    positions = positions + computed[row_of_token]
     persistent = rows[row_of_token, ROW]
     step.input_ids.zero_()
     step.input_ids[:real_tokens] = torch.where(tokens >= 0, tokens, last_token[persistent].long()).int()
@@ -182,7 +191,7 @@ def unpack_ref(
     step.query_start_loc.fill_(real_tokens)
     step.query_start_loc[:real_rows] = rows[:, QUERY_START].int()
     step.seq_lens.zero_()
-    step.seq_lens[:real_rows] = (rows[:, NUM_COMPUTED] + rows[:, NUM_NEW]).int()
+    step.seq_lens[:real_rows] = (computed + rows[:, NUM_NEW]).int()
     step.rows.fill_(-1)
     step.rows[:real_rows] = rows[:, ROW].int()
     step.last_tokens.zero_()
@@ -203,12 +212,15 @@ def unpack_ref(
     step.sample_num_outputs.zero_()
     step.sample_plan_rows.zero_()
     plan_rows = torch.nonzero(rows[:, SAMPLE_INDEX] >= 0).flatten()
+    drafts = rows[plan_rows, FLAGS] >> DRAFTS_SHIFT
+    nth = torch.cat([torch.arange(count + 1) for count in drafts.tolist()] or [drafts.cpu()]).to(rows.device)
+    plan_rows, drafts = (t.repeat_interleave(drafts + 1) for t in (plan_rows, drafts))
     sampled = rows[plan_rows]
-    at = sampled[:, SAMPLE_INDEX]
+    at = sampled[:, SAMPLE_INDEX] + nth
     step.sample_plan_rows[at] = plan_rows.int()
-    step.sample_indices[at] = (sampled[:, QUERY_START] + sampled[:, NUM_NEW] - 1).int()
+    step.sample_indices[at] = (sampled[:, QUERY_START] + sampled[:, NUM_NEW] - 1 - drafts + nth).int()
     step.sample_rows[at] = sampled[:, ROW].int()
-    step.sample_num_outputs[at] = sampled[:, NUM_OUTPUT].int()
+    step.sample_num_outputs[at] = (num_outputs[plan_rows] + nth).int()
     return step
 
 
@@ -228,6 +240,9 @@ _NUM_NEW = tl.constexpr(NUM_NEW)
 _NUM_COMPUTED = tl.constexpr(NUM_COMPUTED)
 _SAMPLE_INDEX = tl.constexpr(SAMPLE_INDEX)
 _NUM_OUTPUT = tl.constexpr(NUM_OUTPUT)
+_FLAGS = tl.constexpr(FLAGS)
+_NUM_REJECTED = tl.constexpr(NUM_REJECTED)
+_DRAFTS_SHIFT = tl.constexpr(DRAFTS_SHIFT)
 
 
 @jit(varying=["stride_table_row"])
@@ -252,6 +267,7 @@ def _unpack_tokens(
     buffer_ptr,
     table_ptr,
     last_token_ptr,
+    rejected_ptr,
     input_ids_ptr,
     positions_ptr,
     slots_ptr,
@@ -280,7 +296,9 @@ def _unpack_tokens(
     row_ptr = rows_ptr + (low - 1) * _ROW_WORDS
     row = tl.load(row_ptr + _ROW, mask=real, other=0).to(tl.int64)  # [BLOCK]
     start = tl.load(row_ptr + _QUERY_START, mask=real, other=0)  # [BLOCK]
-    computed = tl.load(row_ptr + _NUM_COMPUTED, mask=real, other=0)  # [BLOCK]
+    shift = tl.load(rejected_ptr + row, mask=real, other=0)  # [BLOCK]
+    shift -= tl.load(row_ptr + _NUM_REJECTED, mask=real, other=0)  # [BLOCK]
+    computed = tl.load(row_ptr + _NUM_COMPUTED, mask=real, other=0) - shift  # [BLOCK]
     position = tl.where(real, computed + token - start, 0)
     tokens_ptr = buffer_ptr + tl.load(buffer_ptr + _HEADER_OFF_TOKENS)
     token_id = tl.load(tokens_ptr + token, mask=real, other=0)  # [BLOCK]
@@ -299,6 +317,7 @@ def _unpack_tokens(
 def _unpack_row(
     buffer_ptr,
     table_ptr,
+    rejected_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     table_out_ptr,
@@ -322,9 +341,11 @@ def _unpack_row(
     row = tl.load(words_ptr + _ROW, mask=real, other=-1)
     start = tl.load(words_ptr + _QUERY_START, mask=real, other=0)
     num_new = tl.load(words_ptr + _NUM_NEW, mask=real, other=0)
-    seq_len = tl.load(words_ptr + _NUM_COMPUTED, mask=real, other=0) + num_new
+    shift = tl.load(rejected_ptr + row, mask=real, other=0) - tl.load(words_ptr + _NUM_REJECTED, mask=real, other=0)
+    seq_len = tl.load(words_ptr + _NUM_COMPUTED, mask=real, other=0) - shift + num_new
     sample = tl.load(words_ptr + _SAMPLE_INDEX, mask=real, other=-1)
-    num_output = tl.load(words_ptr + _NUM_OUTPUT, mask=real, other=0)
+    num_output = tl.load(words_ptr + _NUM_OUTPUT, mask=real, other=0) - shift
+    num_drafts = tl.load(words_ptr + _FLAGS, mask=real, other=0) >> _DRAFTS_SHIFT
     if not real:
         start = tl.load(buffer_ptr + _HEADER_TOKENS)
     tl.store(query_start_loc_ptr + index, start)
@@ -333,10 +354,11 @@ def _unpack_row(
     tl.store(last_tokens_ptr + index, tl.where(real, start + num_new - 1, 0))
     tl.store(last_start_loc_ptr + index, tl.minimum(index, real_rows))
     if sample >= 0:
-        tl.store(sample_plan_rows_ptr + sample, index)
-        tl.store(sample_indices_ptr + sample, start + num_new - 1)
-        tl.store(sample_rows_ptr + sample, row)
-        tl.store(sample_num_outputs_ptr + sample, num_output)
+        for nth in range(num_drafts + 1):
+            tl.store(sample_plan_rows_ptr + sample + nth, index)
+            tl.store(sample_indices_ptr + sample + nth, start + num_new - 1 - num_drafts + nth)
+            tl.store(sample_rows_ptr + sample + nth, row)
+            tl.store(sample_num_outputs_ptr + sample + nth, num_output + nth)
     source_ptr = table_ptr + row.to(tl.int64) * stride_table_row
     target_ptr = table_out_ptr + index.to(tl.int64) * max_blocks
     for first in range(0, max_blocks, BLOCK):
@@ -354,6 +376,7 @@ def _unpack_kernel(
     buffer_ptr,
     table_ptr,
     last_token_ptr,
+    rejected_ptr,
     input_ids_ptr,
     positions_ptr,
     slots_ptr,
@@ -396,6 +419,7 @@ def _unpack_kernel(
         _unpack_row(
             buffer_ptr,
             table_ptr,
+            rejected_ptr,
             query_start_loc_ptr,
             seq_lens_ptr,
             table_out_ptr,
@@ -429,6 +453,7 @@ def _unpack_kernel(
             buffer_ptr,
             table_ptr,
             last_token_ptr,
+            rejected_ptr,
             input_ids_ptr,
             positions_ptr,
             slots_ptr,
@@ -445,6 +470,7 @@ def unpack(
     buffer: torch.Tensor,
     block_table: torch.Tensor,
     last_token: torch.Tensor,
+    rejected: torch.Tensor,
     block_size: int,
     step: StepInputs,
     scales: torch.Tensor | None = None,
@@ -476,6 +502,7 @@ def unpack(
         buffer,
         block_table,
         last_token,
+        rejected,
         step.input_ids,
         step.positions,
         step.slot_mapping,

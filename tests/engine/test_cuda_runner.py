@@ -17,11 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams, graphs
+from aioengine.buckets import Bucket, StepFacts, token_buckets
 from aioengine.checkpoint import load_checkpoint
 from aioengine.cuda_device import check_attention
 from aioengine.errors import InvalidConfig
 from aioengine.fastcore import native
-from aioengine.graphs import Bucket, StepFacts, StepForward, token_buckets
+from aioengine.graphs import StepForward
 from aioengine.kernels import attention_plan
 from aioengine.kernels.attention_plan import _rows_block, fill_plan, row_counts, tile_for
 from aioengine.kernels.sampling import draw_ref
@@ -140,7 +141,9 @@ def forward(family: Family, level: int, small_grids: None) -> StepForward:
     return make_forward(family.folder, level)
 
 
-def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS, *, uses_cudnn: bool = True) -> StepForward:
+def make_forward(
+    folder: Path, level: int, max_num_seqs: int = MAX_SEQS, *, num_drafts: int = 0, uses_cudnn: bool = True
+) -> StepForward:
     """A checkpoint's forward pass in the interpreter, over a pool of NaN."""
     ops = CudaOps(torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():
@@ -160,6 +163,7 @@ def make_forward(folder: Path, level: int, max_num_seqs: int = MAX_SEQS, *, uses
         max_blocks=MAX_LEN // BLOCK_SIZE,
         buffer_words=4096,
         buckets=token_buckets(max_num_seqs, 48) if level else (),
+        num_speculative_tokens=num_drafts,
         uses_cudnn=uses_cudnn,
     )
 
@@ -178,7 +182,7 @@ def run_step(
     with torch.no_grad():
         output = forward.run(facts, choice=Choice.FILTERED)
         if facts.num_samples and not output.has_chosen:
-            n, inputs = forward.sample_size(facts.num_samples), output.inputs
+            n, inputs = forward.buckets.sample_size(facts.num_samples), output.inputs
             rows = output.hidden[output.sample_indices[:n].long()]
             forward.choose(rows, inputs.sample_rows[:n], inputs.sample_num_outputs[:n], output.ctx, Choice.FILTERED)
     ids, status = forward.packed[:, : facts.num_samples].numpy().copy()
@@ -249,17 +253,17 @@ def test_preparing_a_bucket_leaves_no_trace(forward: StepForward, level: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [2])
 def test_every_bucket_of_prompts_and_decodes_is_captured_ahead(forward: StepForward, level: int) -> None:
-    ahead = forward.all_buckets()
-    assert len(set(ahead)) == len(ahead) and ahead[0].num_tokens == forward.buckets[-1]
-    assert set(forward.start_buckets()) <= set(ahead) and forward.start_buckets()[0] == ahead[0]
+    ahead = forward.buckets.ahead()
+    assert len(set(ahead)) == len(ahead) and ahead[0].num_tokens == forward.buckets.sizes[-1]
+    assert set(forward.buckets.at_start()) <= set(ahead) and forward.buckets.at_start()[0] == ahead[0]
     planner = Planner(vocab_size=VOCAB, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     step = StepFacts.of(planner.plan({planner.request(range(3)): 3}).buffer)
-    for num_tokens in range(1, forward.buckets[-1] + 1):
+    for num_tokens in range(1, forward.buckets.sizes[-1] + 1):
         for choice in Choice:
             longest = [33] if num_tokens > MAX_SEQS else [1, 33]
             for max_query_len in longest:
                 facts = dataclasses.replace(step, num_tokens=num_tokens, max_query_len=max_query_len)
-                assert forward.bucket_of(facts, choice) in ahead
+                assert forward.buckets.of(facts, choice) in ahead
 
 
 @pytest.mark.slow
@@ -302,11 +306,11 @@ def test_every_number_of_rows_is_listed_by_a_kernel_that_was_made_ahead() -> Non
 @pytest.mark.parametrize("level", [0, 2])
 def test_samples_are_multiplied_in_sizes_that_were_seen_at_start(forward: StepForward, level: int) -> None:
     """A size seen first keeps the loop waiting for the device."""
-    sizes = [forward.sample_size(n) for n in range(MAX_SEQS + 1)]
+    sizes = [forward.buckets.sample_size(n) for n in range(MAX_SEQS + 1)]
     if level == 0:
         assert sizes == list(range(MAX_SEQS + 1))
         return
-    seen = {bucket.num_tokens for bucket in forward.start_buckets() if bucket.choice}
+    seen = {bucket.num_tokens for bucket in forward.buckets.at_start() if bucket.choice}
     assert sizes[0] == 0 and set(sizes[1:]) <= seen and sizes[1:] == [1, 2, 4, 4]
 
 

@@ -17,10 +17,10 @@ import torch
 from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
+from aioengine.buckets import Bucket
 from aioengine.cli.info import collect_facts
 from aioengine.cli.startup_report import startup_report
 from aioengine.config import ServerConfig
-from aioengine.graphs import Bucket
 from aioengine.kv_layout import KVLayout
 from aioengine.sampler import Choice
 from tests.engine.test_cuda_runner import BLOCK_SIZE, MAX_SEQS, NUM_BLOCKS, make_forward, run_step, small_grids

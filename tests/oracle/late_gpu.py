@@ -20,9 +20,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aioengine import completion, cuda_runner
+from aioengine.buckets import StepFacts
 from aioengine.device import MemoryReport
 from aioengine.fastcore import native, step_buffer
-from aioengine.graphs import StepFacts, StepOutput
+from aioengine.graphs import StepForward, StepOutput
 from aioengine.kernels.choose import DrawTable
 from aioengine.sampler import Choice
 from tests.oracle.device import FakeDevice
@@ -36,10 +37,14 @@ class LateGpu:
 
     Args:
         delay: how many later steps are launched before one ends.
+        puts_off: else all work is done when it is launched, and only told late: for a forward pass that is no fake.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, num_blocks: int, block_size: int, *, delay: int = 0) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, num_blocks: int, block_size: int, *, delay: int = 0, puts_off: bool = True
+    ) -> None:
         self.delay = delay
+        self.puts_off = puts_off
         self.model = FakeDevice(num_blocks, block_size)
         self.queue: deque[Callable[[], Any]] = deque()
         self.num_waiting = 0
@@ -99,8 +104,16 @@ class LateGpu:
         patch.setattr(completion, "native", SimpleNamespace(Completion=Completion))
         self.stream: Any = Stream()
 
-    def runner(self, *, vocab_size: int, max_num_seqs: int, max_in_flight: int, **options: Any) -> Any:
-        """A real runner on this device."""
+    def runner(
+        self,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_in_flight: int,
+        forward: StepForward | None = None,
+        **options: Any,
+    ) -> Any:
+        """A real runner on this device, by default with a fake forward pass."""
         memory = MemoryReport(
             weights_bytes=0,
             layout=None,  # type: ignore[arg-type]
@@ -108,8 +121,8 @@ class LateGpu:
             max_model_len=1,
         )
         return cuda_runner.CudaRunner(
-            SimpleNamespace(),  # type: ignore[arg-type]
-            _LateForward(self, max_num_seqs),  # type: ignore[arg-type]
+            SimpleNamespace() if forward is None else forward._model,  # type: ignore[arg-type]
+            _LateForward(self, max_num_seqs) if forward is None else forward,  # type: ignore[arg-type]
             SimpleNamespace(close=lambda: None),  # type: ignore[arg-type]
             memory,
             self.stream,
@@ -152,7 +165,7 @@ class _PutOff(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
-        if function is torch.Tensor.copy_:
+        if function is torch.Tensor.copy_ and self._gpu.puts_off:
             self._gpu.queue.append(lambda: torch.Tensor.copy_(*args) is None)
             return args[0]
         return function(*args, **kwargs)
@@ -165,8 +178,13 @@ class _LateForward:
     def __init__(self, gpu: LateGpu, max_num_seqs: int) -> None:
         self._gpu = gpu
         self.sizes: list[Any] = []
-        self.buckets = (1,)
         self.num_decode = 0
+        self.buckets = SimpleNamespace(
+            sizes=(1,),
+            num_drafts=0,
+            at_start=lambda: self.sizes[: 1 + self.num_decode],
+            ahead=lambda: self.sizes,
+        )
         self.prepared: list[Any] = []
         self.buffer = torch.zeros(4096, dtype=torch.int32)
         self.packed = torch.zeros((2, max_num_seqs), dtype=torch.int32)
@@ -174,12 +192,6 @@ class _LateForward:
         self.draws = DrawTable.zeros(max_num_seqs, torch.device("cpu"))
         self.temperatures: deque[list[float]] = deque()
         """Of the samples of each step, in order."""
-
-    def all_buckets(self) -> list[Any]:
-        return self.sizes
-
-    def start_buckets(self) -> list[Any]:
-        return self.sizes[: 1 + self.num_decode]
 
     def is_prepared(self, bucket: Any) -> bool:
         return bucket in self.prepared
