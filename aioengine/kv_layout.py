@@ -147,7 +147,9 @@ def layout_of(model: ModelSpec, resolved: ResolvedConfig) -> KVLayout:
     hybrid = resolved.hybrid_kv_cache and None in windows
     model = dataclasses.replace(model, layer_windows=tuple(windows))
     specs = layer_specs(model, DTYPE_BYTES[resolved.kv_cache_dtype], resolved.block_size, hybrid=hybrid)
-    step_tokens = min(resolved.max_num_batched_tokens, resolved.max_model_len)
+    # As in the scheduler: a step's first query comes as many positions earlier as drafts may be in flight.
+    reach = 1 + resolved.num_speculative_tokens * (2 if resolved.async_scheduling else 1)
+    step_tokens = min(max(resolved.max_num_batched_tokens, reach), resolved.max_model_len)
     return make_layout(specs, max_model_len=resolved.max_model_len, max_step_tokens=step_tokens)
 
 

@@ -241,7 +241,12 @@ cdef class CacheControl:
         pins broken.
         """
         cdef int32_t first = request.num_proven // self.kv.block_size
-        if self.kv.hasher is None or first >= request.num_tokens // self.kv.block_size:
+        if self.kv.hasher is None:
+            return 0, 0
+        if first >= request.num_tokens // self.kv.block_size:
+            # Nothing of it can be cached yet. But accepted drafts may fill the block in the step that has failed.
+            if request.num_blocks > first:
+                self.kv.hold_back(request, first)
             return 0, 0
         _, num_blocks, _, _, num_broken = self.evict(NamedPrefix.of_block(request, first, self.kv.block_size))
         return num_blocks, num_broken

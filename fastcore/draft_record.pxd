@@ -1,5 +1,5 @@
 # What is to be remembered of a request's drafts: those of steps in flight, what came of them, and where its n-grams are.
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 cdef enum:
     MAX_DRAFTS = 16         # of a row in one step
@@ -32,8 +32,10 @@ cdef class DraftRecord:
     cdef int launch(self) except -1
     cdef int settle(self, int32_t num_rejected, int32_t num_tokens, int32_t most) noexcept
     cdef int forget_flying(self) noexcept
-    cdef int index(self, const int32_t* tokens, int32_t end, int32_t shortest, int32_t longest) except -1
+    cdef int32_t index(
+        self, const int32_t* tokens, int32_t num_tokens, int32_t shortest, int32_t longest, int32_t most
+    ) except -1
     cdef int32_t find(self, const int32_t* tokens, int32_t num_tokens, int32_t shortest, int32_t longest) noexcept
-    cdef int grow(self, const int32_t* tokens) except -1
+    cdef int begin_index(self, int64_t num_ngrams) except -1
     cdef int put(self, const int32_t* tokens, uint64_t hashed, int32_t length, int32_t end) noexcept
     cdef uint32_t* slot_of(self, const int32_t* tokens, uint64_t hashed, int32_t length, int32_t end) noexcept

@@ -70,19 +70,41 @@ cdef class DraftRecord:
 
     # ---- n-grams ----
 
-    cdef int index(self, const int32_t* tokens, int32_t end, int32_t shortest, int32_t longest) except -1:
-        """Adds the n-grams that end before token `end`, each with what follows it, so that none is the text's own end."""
-        cdef int32_t i, length
+    cdef int32_t index(
+        self, const int32_t* tokens, int32_t num_tokens, int32_t shortest, int32_t longest, int32_t most
+    ) except -1:
+        """Adds n-grams that end before token `num_tokens`, each with what follows it, so that none is the text's own
+        end; as far as `most` more tokens reach. Returns for how many tokens it did.
+
+        A table that is too small is begun anew and filled like the first one: to move all of it at once would keep
+        everybody waiting.
+        """
+        cdef int32_t num_lengths = longest - shortest + 1
+        cdef int32_t i, length, end
         cdef uint64_t hashed
+        if 2 * (self.num_used + <int64_t> num_lengths * min(most, num_tokens - self.num_indexed)) > self.num_slots:
+            self.begin_index(<int64_t> num_lengths * num_tokens)
+        end = min(num_tokens, self.num_indexed + most)
+        most = max(0, end - self.num_indexed)
         for i in range(self.num_indexed, end):
-            if 2 * (self.num_used + longest) >= self.num_slots:
-                self.grow(tokens)
             hashed = 0
             for length in range(1, min(longest, i) + 1):
                 hashed = mixed(hashed, tokens[i - length])
                 if length >= shortest:
                     self.put(tokens, hashed, length, i)
         self.num_indexed = max(self.num_indexed, end)
+        return most
+
+    cdef int begin_index(self, int64_t num_ngrams) except -1:
+        """Replaces the table by an empty one, in which so many n-grams and half as many again fill half."""
+        cdef int64_t num_slots = max(FIRST_SLOTS, 2 * <int64_t> self.num_slots)
+        while num_slots < 3 * num_ngrams:
+            num_slots *= 2
+        cdef uint32_t* slots = <uint32_t*> PyMem_Calloc(num_slots, sizeof(uint32_t))
+        if slots == NULL:
+            raise MemoryError()
+        PyMem_Free(self.slots)
+        self.slots, self.num_slots, self.num_used, self.num_indexed = slots, <uint32_t> num_slots, 0, 0
         return 0
 
     cdef int32_t find(self, const int32_t* tokens, int32_t num_tokens, int32_t shortest, int32_t longest) noexcept:
@@ -124,27 +146,6 @@ cdef class DraftRecord:
                     break
             at = (at + 1) & (self.num_slots - 1)
         return &self.slots[at]
-
-    cdef int grow(self, const int32_t* tokens) except -1:
-        cdef uint32_t* old = self.slots
-        cdef uint32_t num_old = self.num_slots
-        cdef uint32_t i
-        cdef int32_t length, end, k
-        cdef uint64_t hashed
-        cdef uint32_t* slots = <uint32_t*> PyMem_Calloc(max(FIRST_SLOTS, 4 * num_old), sizeof(uint32_t))
-        if slots == NULL:
-            raise MemoryError()
-        self.slots, self.num_slots, self.num_used = slots, max(FIRST_SLOTS, 4 * num_old), 0
-        for i in range(num_old):
-            if old[i] == 0:
-                continue
-            length, end = <int32_t> (old[i] >> LENGTH_SHIFT) + 1, <int32_t> (old[i] & PLACE_MASK)
-            hashed = 0
-            for k in range(1, length + 1):
-                hashed = mixed(hashed, tokens[end - k])
-            self.put(tokens, hashed, length, end)
-        PyMem_Free(old)
-        return 0
 
 
 cdef inline uint64_t mixed(uint64_t hashed, int32_t token_id) noexcept:

@@ -10,11 +10,16 @@ from aioengine.fastcore.draft_record cimport MAX_DRAFTS, DraftRecord
 
 cdef enum:
     MAX_LENGTH = 16
-    MAX_INDEXED = 4096      # tokens in one call: a long prompt is indexed over some steps
+    MAX_INDEXED = 8192      # n-grams in one step: long prompts are indexed over some, one request after the other
+    ALWAYS_INDEXED = MAX_DRAFTS + 1     # tokens that a step brings: who lacks no more than those does not wait
 
 
 cdef class Drafter:
     """Base of drafters in Python: `propose` is to be overridden."""
+
+    cdef int begin_step(self) noexcept:
+        """Before the first request of a step."""
+        return 0
 
     cdef int32_t draft(self, Request request, int32_t most) except -1:
         """Writes up to `most` drafts to the request's record; returns how many."""
@@ -42,13 +47,21 @@ cdef class NgramDrafter(Drafter):
             )
         self.longest, self.shortest = most_tokens, least_tokens
 
+    cdef int begin_step(self) noexcept:
+        self.most_indexed = MAX_INDEXED // (self.longest - self.shortest + 1)
+        return 0
+
     cdef int32_t draft(self, Request request, int32_t most) except -1:
         cdef DraftRecord record = request.drafts
         cdef const int32_t* tokens = request.tokens
         cdef int32_t start, at, i, s
-        cdef int32_t end = min(request.num_tokens, record.num_indexed + MAX_INDEXED)
-        record.index(tokens, end, self.shortest, self.longest)
-        if end < request.num_tokens:
+        if request.num_tokens - record.num_indexed <= ALWAYS_INDEXED:
+            record.index(tokens, request.num_tokens, self.shortest, self.longest, ALWAYS_INDEXED)
+        if record.num_indexed < request.num_tokens and self.most_indexed > 0:
+            self.most_indexed -= record.index(
+                tokens, request.num_tokens, self.shortest, self.longest, self.most_indexed
+            )
+        if record.num_indexed < request.num_tokens:
             return 0
         start = record.find(tokens, request.num_tokens, self.shortest, self.longest)
         if start == 0:

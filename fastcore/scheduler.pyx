@@ -308,6 +308,7 @@ cdef class Scheduler:
             return 0
         for request in self.scheduled:
             left -= request.step_tokens
+        self.drafter.begin_step()
         for request in self.scheduled:
             most = self.most_drafts_of(request, left)
             if most <= 0:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.fastcore.cache_control import CacheControl
+from aioengine.fastcore.drafts import Drafter
 from aioengine.fastcore.named_prefix import NamedPrefix
 from aioengine.fastcore.request import Request, Siblings
 from aioengine.fastcore.scheduler import Scheduler
@@ -184,6 +185,27 @@ def test_a_row_that_fails_after_a_good_token_loses_what_came_since() -> None:
         cache.step()
     assert cache.control.take_back(request) == (0, 0)  # eight tokens are computed and proven
     assert cache.hits(1, 2, 3, 4, 5, 9, 9, 9) == 4
+
+
+class Nines(Drafter):
+    """Drafts what `Cache.step` answers."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [9] * most
+
+
+def test_drafts_accepted_in_the_step_of_a_failed_row_are_not_cached() -> None:
+    cache = Cache(drafter=Nines(), num_speculative_tokens=4)
+    request = cache.start(1, 2)
+    plan = cache.scheduler.schedule()  # computes one token that is known and four that are not
+    assert plan is not None and plan.num_drafts == 4
+    assert cache.control.take_back(request) == (0, 0)
+    cache.scheduler.update(plan, np.full(plan.num_samples, 9, dtype=np.int32))
+    cache.scheduler.finish(request, "error")
+    cache.check()
+    assert cache.hits(1, 2, 9, 9, 9, 9, 9) == 1
+    assert cache.serve(1, 2, 9, 9, 9, 9, 9) == 2
+    assert cache.hits(1, 2, 9, 9, 9, 9, 9) == 3, "what is computed anew is cached"
 
 
 def test_a_row_that_fails_after_its_request_was_aborted_is_taken_back_too() -> None:

@@ -375,6 +375,57 @@ def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     assert counts[:4] == [0, 0, 0, 2]
 
 
+def test_long_prompts_are_indexed_one_after_the_other() -> None:
+    """Else a step with many of them would keep the loop for as many milliseconds."""
+    prompt = list(range(10_000, 14_000))
+    scheduler = make_scheduler(
+        NgramDrafter(most_tokens=3, least_tokens=2),
+        1,
+        max_num_batched_tokens=16384,
+        max_model_len=8192,
+        num_blocks=4096,
+        enable_prefix_caching=False,
+    )
+    requests = [Request("r" * (i + 1), [*prompt, prompt[0]], max_tokens=50, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    counts, served = [], set()
+    for token_id in prompt[1:8]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        served |= {request for request in requests if request.drafts_in_flight()[0]}
+        counts.append(len(served))
+        ids = np.full(plan.num_samples, -1, np.int32)
+        ids[[plan.sample_requests.index(request) for request in requests]] = token_id
+        scheduler.update(plan, ids)
+    # 8000 n-grams each, and 8192 in a step.
+    assert counts[:6] == [0, 1, 2, 3, 4, 4]
+
+
+def test_a_table_that_becomes_too_small_is_filled_anew() -> None:
+    """An answer much longer than its prompt: what is drafted stays what is there."""
+    rng = random.Random(12)
+    scheduler = make_scheduler(
+        NgramDrafter(most_tokens=4), 3, max_num_batched_tokens=16, max_model_len=4096, num_blocks=1100
+    )
+    request = Request("a", [1, 2, 3], max_tokens=3000, ignore_eos=True)
+    scheduler.add(request)
+    num_drafted = 0
+    while request.status != "finished":
+        text = request.token_ids().tolist()
+        plan = scheduler.schedule()
+        assert plan is not None
+        if plan.num_drafts:
+            words = plan.buffer.tolist()
+            drafts = words[words[layout.HEADER_OFF_TOKENS] :][1 : plan.num_tokens]
+            assert drafts == brute_force(text, 4, 1, len(drafts))
+            num_drafted += 1
+        ids = np.full(plan.num_samples, -1, np.int32)
+        ids[0] = rng.randrange(60)
+        scheduler.update(plan, ids)
+    assert num_drafted > 20
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (17, 1), (2, 3)])
 def test_lengths_of_ngrams_that_cannot_be(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="most_tokens"):

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from aioengine.config import EngineConfig, resolve
 from aioengine.device import CpuDevice, layer_caches
+from aioengine.fastcore.drafts import NgramDrafter
 from aioengine.fastcore.groups import KVGroups
+from aioengine.fastcore.scheduler import Scheduler
 from aioengine.kv_layout import MAX_GROUPS, KVLayout, layout_of, make_layout
 from aioengine.kv_spec import (
     ChunkedLocalSpec,
@@ -178,3 +180,32 @@ def test_the_scheduler_counts_as_the_layout_does(pattern: str, step_tokens: int)
     layout = make_layout(specs, max_model_len=4096, max_step_tokens=step_tokens)
     groups = KVGroups(layout.scheduler_groups, layout.block_size, step_tokens)
     assert [groups.capacity(n) for n in range(300)] == [layout.longest_request(n) for n in range(300)]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_in_flight_count_as_they_do_in_the_scheduler(async_scheduling: bool) -> None:
+    """Or a context would be promised whose end the scheduler does not let a request reach."""
+    config = EngineConfig(
+        device="cpu",
+        max_model_len=4096,
+        max_num_seqs=1,
+        max_num_batched_tokens=2,
+        async_scheduling=async_scheduling,
+        speculative_config='{"method": "ngram", "num_speculative_tokens": 16}',
+    )
+    resolved = resolve(config, model_max_len=1 << 20, model_dtype="bfloat16", cuda_available=False, num_cores=2)
+    model = dataclasses.replace(SPEC, num_layers=4, layer_windows=(64, None) * 2)
+    layout = layout_of(model, resolved)
+    for num_blocks in range(2, 300):
+        scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=layout.block_size,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_model_len=4096,
+            max_in_flight=1 + async_scheduling,
+            kv_groups=layout.scheduler_groups,
+            drafter=NgramDrafter(most_tokens=3),
+            num_speculative_tokens=resolved.num_speculative_tokens,
+        )
+        assert scheduler.max_total == min(4096, layout.longest_request(num_blocks - 1) + 1)
