@@ -61,7 +61,7 @@ def parse(text: str | None) -> Speculation | None:
         return None
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(f"it is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise _refusal(f"it is not a JSON object such as {_example()}")

@@ -47,6 +47,7 @@ def test_fields_that_are_not_given_have_vllms_or_own_defaults(fields: dict[str, 
     [
         ("no json", "it is no JSON: "),
         ("", "it is no JSON: "),
+        ("[" * 100_000, "it is no JSON: "),
         ("[]", 'it is not a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'),
         ("{}", 'method is missing; give "method": "ngram"'),
         ('{"num_speculative_tokens": 4}', 'method is missing; give "method": "ngram"'),
