@@ -299,7 +299,8 @@ cdef class Scheduler:
         """Appends drafts to rows that compute their newest token, from what nobody else needs (J5).
 
         They take neither the token budget, only what the input budget has beyond it, nor anybody's blocks: free ones
-        alone. Whatever they come to, the rest of the step is as it would have been.
+        alone, while everybody who runs has one left for his next token: what drafts took that are rejected stays taken,
+        and would have others preempted. Whatever they come to, the rest of the step is as it would have been.
         """
         cdef int32_t left = self.limits.max_num_batched_tokens
         cdef int32_t most, known
@@ -315,8 +316,9 @@ cdef class Scheduler:
                 continue
             most = self.drafter.draft(request, most)
             known = request.num_computed_tokens + 1
-            if known + most > request.num_blocks * self.kv.block_size and not self.kv.extend(
-                request, known + most, request.num_certain()
+            if known + most > request.num_blocks * self.kv.block_size and not (
+                self.kv.blocks_for(known + most) - request.num_blocks + len(self.running) <= self.kv.pool.num_free
+                and self.kv.extend(request, known + most, request.num_certain())
             ):
                 most = min(most, request.num_blocks * self.kv.block_size - known)
             request.drafts.count = most

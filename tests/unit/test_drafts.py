@@ -229,6 +229,21 @@ def test_without_free_blocks_a_row_drafts_into_its_own() -> None:
     assert scheduler.num_preemptions_total == 0
 
 
+@pytest.mark.parametrize(("num_free", "num_drafts"), [(2, 0), (5, 8), (6, 16)])
+def test_drafts_leave_everybody_a_block_for_his_next_token(num_free: int, num_drafts: int) -> None:
+    """What rejected drafts took stays taken, and others would be preempted for it."""
+    drafter = Guesses(random.Random(13), 1.0)
+    drafter.rng.randint = lambda low, high: high  # type: ignore[method-assign]
+    scheduler = make_scheduler(drafter, 8, num_blocks=1 + 2 + num_free)
+    for i in range(2):
+        scheduler.add(Request("a" * (i + 1), [5] * 3, max_tokens=20, ignore_eos=True))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(plan, np.full(2, 9, np.int32))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.num_drafts == num_drafts
+
+
 def test_nobody_drafts_in_a_large_batch_or_against_its_will() -> None:
     drafter = Guesses(random.Random(7), 1.0)
     scheduler = make_scheduler(drafter, 4, draft_batch_limit=2)
