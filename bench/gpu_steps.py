@@ -62,9 +62,9 @@ class _TimedScheduler:
             self._probe.planned(plan, time.perf_counter() - begun)
         return plan
 
-    def update(self, plan: Any, token_ids: Any) -> Any:
+    def update(self, plan: Any, token_ids: Any, lost_blocks: Any = ()) -> Any:
         begun = time.perf_counter()
-        changed = self._scheduler.update(plan, token_ids)
+        changed = self._scheduler.update(plan, token_ids, lost_blocks)
         self._probe.steps[plan.step_id].update_s = time.perf_counter() - begun
         return changed
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from aioengine.bench.conditions import Conditions, comparison_class, counted
+from aioengine.bench.gpu_steps import _TimedScheduler
 from aioengine.bench.naive_pool import NaivePool, chain_hashes
 from aioengine.bench.replay import replay
 from aioengine.bench.traces import SYNTHETIC, Arrival, read_trace
@@ -173,3 +175,13 @@ def test_a_bad_trace_is_told_with_its_line(line: str, why: str, tmp_path: Path) 
     (tmp_path / "t.jsonl").write_text(line)
     with pytest.raises(InvalidConfig, match=why):
         read_trace(tmp_path / "t.jsonl", hash_block_size=4)
+
+
+def test_a_timed_scheduler_is_told_all_that_the_step_loop_tells() -> None:
+    """It stands where the scheduler stood: settling names lost blocks too."""
+    told: list[tuple[object, ...]] = []
+    scheduler = SimpleNamespace(update=lambda *args: told.append(args) or ["changed"])
+    probe = SimpleNamespace(steps={7: SimpleNamespace(update_s=0.0)})
+    plan = SimpleNamespace(step_id=7)
+    assert _TimedScheduler(scheduler, probe).update(plan, [1], (5,)) == ["changed"]  # type: ignore[arg-type]
+    assert told == [(plan, [1], (5,))] and probe.steps[7].update_s > 0
