@@ -132,8 +132,8 @@ async def _run_all(engine: AsyncEngine, args: argparse.Namespace) -> dict[tuple[
     for workload in WORKLOADS:
         for concurrency in args.concurrency:
             prompts = prompts_of(workload, concurrency, engine)
-            # First what computes the prompts, then what finds them in the cache: on a GPU the first step of a kind takes
-            # longer than many others.
+            # First what computes the prompts, then what finds them in the cache: on a GPU the first step of a kind
+            # takes longer than many others.
             await _run(engine, prompts, 1, args.temperature)
             await _run(engine, prompts, args.output_len, args.temperature)
             found[workload, concurrency] = await _run(engine, prompts, args.output_len, args.temperature)

@@ -165,6 +165,7 @@ class _Watched:
             or not waiting
             or self._has_gates
             or self._scheduler.num_running >= self._scheduler.max_num_active_seqs
+            or (plan.num_drafts and len(self._kv.groups) > 1)  # what fell out of a window came back behind admission
         ):
             return
         # What a copy of this step reads was held until the step was made.
