@@ -47,7 +47,8 @@ class Speculation:
             last = f"{self.lookup_min} to {last}"
         tokens = "token" if last == "1" else "tokens"
         limit = f"; none with more than {self.batch_limit} requests running" if self.batch_limit else ""
-        return f"{METHOD}, up to {self.num_tokens} drafts a step by the last {last} {tokens}{limit}"
+        drafts = "one draft" if self.num_tokens == 1 else f"up to {self.num_tokens} drafts"
+        return f"{METHOD}, {drafts} a step by the last {last} {tokens}{limit}"
 
 
 def parse(text: str | None) -> Speculation | None:

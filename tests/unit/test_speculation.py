@@ -131,3 +131,8 @@ def test_acceptance_is_that_of_the_drafts_since() -> None:
     assert now.since(first).acceptance == 0.75
     assert now.since(first).told() == ", drafts accepted 75 % of 12 tokens"
     assert now.since(now).acceptance is None and now.since(now).told() == ""
+
+
+def test_a_report_counts_one_draft_as_one() -> None:
+    one = parse('{"method": "ngram", "num_speculative_tokens": 1}')
+    assert str(one).startswith("ngram, one draft a step by the last 3 to 5 tokens")
