@@ -158,8 +158,8 @@ class SchedulerConfig:
     watermark: float = option(0.0, "Share of the KV blocks that stays free when a request starts while others run.")
     stale_output: Literal["deliver", "drop"] = option(
         "deliver",
-        "Tokens in flight when their request is preempted: deliver them before it starts again, or drop them and "
-        "compute them anew.",
+        "Tokens in flight when their request is preempted: deliver them before it starts again, or drop them, "
+        "start it at once and compute them anew, which may preempt more where the pool is short.",
     )
     async_scheduling: bool | None = option(None, "Schedule one step ahead of the device; by default on a GPU only.")
     speculative_config: str | None = option(
@@ -364,7 +364,10 @@ def check_group(group: object) -> None:
         if f.name in _RANGES:
             low, high = _RANGES[f.name]
             if not low <= value <= high:
-                raise InvalidConfig(f"{f.name}={value} must lie between {low:g} and {high:g}", param=f.name)
+                unit = " GiB" if f.name == "kv_offloading_size" else ""
+                raise InvalidConfig(
+                    f"{f.name}={value:g}{unit} must lie between {low:g} and {high:g}{unit}", param=f.name
+                )
 
 
 def cache_home() -> Path:

@@ -667,13 +667,15 @@ class AsyncEngine:
             if now.num_steps != before.num_steps:
                 queries = now.prefix_queries_tokens - before.prefix_queries_tokens
                 hits = now.prefix_hit_tokens - before.prefix_hit_tokens
+                loads = now.external_hit_tokens - before.external_hit_tokens
                 logger.info(
-                    "running %d, waiting %d, KV %.1f %%, %.1f tokens/s generated, prefix hits %s%s",
+                    "running %d, waiting %d, KV %.1f %%, %.1f tokens/s generated, prefix hits %s%s%s",
                     now.num_running,
                     now.num_waiting,
                     100 * now.kv_cache_usage,
                     (now.generation_tokens - before.generation_tokens) / interval_s,
                     f"{100 * hits / queries:.0f} %" if queries else "none looked up",
+                    f" and {100 * loads / queries:.0f} % loaded" if queries and loads else "",
                     "" if now.drafts is None else now.drafts.since(before.drafts).told(),
                 )
             before = now

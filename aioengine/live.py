@@ -302,9 +302,9 @@ class LiveRequests:
             return
         total = self._num_preempted_for_blocks()
         logger.warning(
-            "the KV pool is full: %d requests were preempted and will be recomputed (%d in all); "
-            "a larger --kv-cache-memory-bytes or a smaller --max-num-seqs avoids that",
-            total - self._num_preemptions,
+            "the KV pool is full: %s preempted and will be recomputed (%d in all); a larger pool or a smaller "
+            "--max-num-seqs avoids that",
+            "1 request was" if total - self._num_preemptions == 1 else f"{total - self._num_preemptions} requests were",
             total,
         )
         self._num_preemptions, self._warned_s = total, now_s

@@ -29,8 +29,9 @@ from aioengine.errors import InvalidConfig
 def main(argv: Sequence[str]) -> int:
     """Runs `aioengine bench ARGV`; returns the exit code."""
     args = make_parser().parse_args(argv)
-    if getattr(args, "input_len", 1) < 1 or getattr(args, "repeats", 1) < 1:
-        raise InvalidConfig("--input-len and --repeats must be at least 1")
+    for name in ("input_len", "repeats"):
+        if getattr(args, name, 1) < 1:
+            raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
     check_output_file("--json", args.json)
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = args.run
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -62,7 +62,12 @@ class Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `bench speculation`; `--speculative-config` is the engine's."""
     parser.add_argument(
-        "--concurrency", type=whole_number, nargs="+", metavar="N", default=[1, 8], help="Requests at once."
+        "--concurrency",
+        type=whole_number,
+        nargs="+",
+        metavar="N",
+        default=[1, 8],
+        help="Requests at once (default: 1 8).",
     )
     parser.add_argument(
         "--output-len", type=whole_number, metavar="N", default=128, help="Output tokens (default: 128)."
