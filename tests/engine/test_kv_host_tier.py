@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -209,6 +211,18 @@ async def test_a_reset_empties_the_tier(make_engine: MakeEngine) -> None:
         assert await cached(engine, FIRST) == 0
         stats = engine.stats().connector
         assert stats is not None and stats.num_blocks == 5 and stats.num_loaded_blocks == 0
+
+
+async def test_the_log_tells_what_was_loaded(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the tier seems to do nothing: hits of the pool are none then."""
+    async with make_engine(**TIER, log_stats_interval_s=0.02) as engine:
+        await cached(engine, FIRST)
+        await flood(engine)
+        await asyncio.sleep(0.1)
+        with caplog.at_level(logging.INFO, "aioengine.engine"):
+            assert await cached(engine, FIRST) == 80
+            await asyncio.sleep(0.1)
+    assert re.search(r"prefix hits 0 % and [1-9]\d % loaded", caplog.text)
 
 
 async def test_prewarming_loads_what_the_tier_has(make_engine: MakeEngine) -> None:
