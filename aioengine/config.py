@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from aioengine.errors import InvalidConfig
+from aioengine.speculation import Speculation
 from aioengine.speculation import parse as parse_speculation
 
 MIB = 1 << 20
@@ -425,8 +426,8 @@ class ResolvedConfig:
     max_num_active_seqs: int
     long_prefill_token_threshold: int
     async_scheduling: bool
-    num_speculative_tokens: int = 0
-    """Most drafts of a request in one step; 0 for no speculation."""
+    speculation: Speculation | None = None
+    """None: there are no drafts."""
     optimization_level: int
     graph_capture: CaptureTime
     graph_sizes: tuple[int, ...] | None
@@ -434,6 +435,11 @@ class ResolvedConfig:
     attention_backend: Literal["auto", "triton", "cudnn"]
     completion_poll_us: int
     determinism: Literal["none", "offline", "batch-invariant"]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a request in one step; 0 for no speculation."""
+        return 0 if self.speculation is None else self.speculation.num_tokens
 
     def context_limit(self, model_max_len: int) -> tuple[str, str | None]:
         """What set `max_model_len`, in words, and the option that raises it, if one does."""
@@ -510,7 +516,6 @@ def resolve(
     _check_determinism(config, device)
     scheduled_tokens, active_seqs = _inner_limits(config.scheduler, budget, max_num_seqs, max_model_len)
     async_scheduling = config.scheduler.async_scheduling
-    drafts = parse_speculation(config.scheduler.speculative_config)
     level, graph_capture, graph_sizes = _graphs(config.runtime)
     return ResolvedConfig(
         device=device,
@@ -529,7 +534,7 @@ def resolve(
         max_num_active_seqs=active_seqs,
         long_prefill_token_threshold=_long_prefill_threshold(config.scheduler, max_model_len),
         async_scheduling=not on_cpu if async_scheduling is None else async_scheduling,
-        num_speculative_tokens=0 if drafts is None else drafts.num_tokens,
+        speculation=parse_speculation(config.scheduler.speculative_config),
         optimization_level=level,
         graph_capture=graph_capture,
         graph_sizes=graph_sizes,

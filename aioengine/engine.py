@@ -30,7 +30,6 @@ from aioengine.live import LiveRequests
 from aioengine.loop import StepLoop
 from aioengine.metrics import DraftStats, EngineMetrics, EngineStats, LagMonitor
 from aioengine.outputs import RequestStream, StreamedOutput
-from aioengine.speculation import parse as parse_speculation
 from aioengine.startup import Loading, LoadParts, Parts, run_in_thread
 from aioengine.types import Determinism, Prompt, SamplingParams
 
@@ -163,7 +162,7 @@ class AsyncEngine:
         if reuses_partial_blocks and len(kv_groups) > 1:
             logger.info("prefixes are reused by whole blocks: layers with a window give back what lies between")
             reuses_partial_blocks = False
-        drafts = parse_speculation(config.scheduler.speculative_config)
+        drafts = resolved.speculation
         self._scheduler = Scheduler(
             num_blocks=parts.num_blocks,
             block_size=resolved.block_size,
@@ -575,7 +574,7 @@ class AsyncEngine:
             num_preemptions=scheduler.num_preemptions_total,
             num_urgent_preemptions=scheduler.num_urgent_preemptions_total,
             num_steps=self._steps.num_steps,
-            drafts=DraftStats.of(scheduler) if self.resolved.num_speculative_tokens else None,
+            drafts=DraftStats.of(scheduler) if self.resolved.speculation else None,
             step_cost=scheduler.step_cost_stats(),
             prompt_tokens=metrics.prompt_tokens,
             generation_tokens=metrics.generation_tokens,

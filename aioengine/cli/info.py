@@ -29,7 +29,6 @@ from aioengine.fastcore import native
 from aioengine.kv_host_tier import num_host_blocks
 from aioengine.kv_layout import layout_of
 from aioengine.speculation import Speculation
-from aioengine.speculation import parse as parse_speculation
 from aioengine.startup import fit_context
 
 PACKAGES = ("torch", "triton", "numpy", "uvloop", "starlette", "uvicorn", "tokenizers", "gguf")
@@ -118,7 +117,6 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
     """How it would run now; on a GPU the pool gets what the weights leave, which only loading tells."""
     spec = checkpoint.config
     layout = layout_of(spec, resolved)
-    speculation = parse_speculation(config.scheduler.speculative_config)
     num_kv_tokens = None
     if resolved.device == "cpu":
         available_bytes = available_memory_bytes()
@@ -137,7 +135,7 @@ def _run_facts(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Check
         "max_model_len": resolved.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
-        "speculation": None if speculation is None else dataclasses.asdict(speculation),
+        "speculation": None if resolved.speculation is None else dataclasses.asdict(resolved.speculation),
         "determinism": dataclasses.asdict(DECLARED[resolved.determinism]),
     }
 

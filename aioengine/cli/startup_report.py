@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aioengine.config import ServerConfig
-from aioengine.speculation import parse as parse_speculation
 
 if TYPE_CHECKING:
     from aioengine.engine import AsyncEngine
@@ -21,7 +20,6 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
     groups = f"{memory.kv_groups}; " if memory.kv_groups else ""
     pool = f"{mebibytes(memory.kv_cache_bytes)}, {resolved.kv_cache_dtype}"
     tier = f"{memory.num_host_tokens} tokens fit ({mebibytes(memory.host_bytes)})"
-    speculation = parse_speculation(engine.config.scheduler.speculative_config)
     place = f"{resolved.device}, {resolved.num_threads} threads" if resolved.device == "cpu" else resolved.device
     rows = {
         "URL": f"{url}/v1",
@@ -32,7 +30,7 @@ def startup_report(engine: AsyncEngine, config: ServerConfig, url: str, imports_
         **({"host tier": tier} if memory.num_host_blocks else {}),
         "weights": mebibytes(memory.weights_bytes),
         "batch": f"{resolved.max_num_seqs} requests, {resolved.max_num_batched_tokens} tokens per step",
-        **({"speculation": speculation} if speculation else {}),
+        **({"speculation": resolved.speculation} if resolved.speculation else {}),
         "sampling": sampling_line(engine),
         "determinism": f"{engine.determinism.level} ({engine.determinism.reason})",
         "API key": "required" if config.effective_api_key() else "not required",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import httpx
 import pytest
 
 from aioengine.cli.startup_report import startup_report
-from aioengine.config import EngineConfig, ServerConfig
+from aioengine.config import ServerConfig
+from aioengine.speculation import parse
 from tests.api.fake_engine import FakeEngine, FakeMemory
 
 pytestmark = pytest.mark.slow
@@ -106,7 +108,8 @@ def test_the_report_tells_of_the_host_tier() -> None:
 
 def test_the_report_tells_of_speculation() -> None:
     engine = FakeEngine()
-    engine.config = EngineConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 4}')
+    speculation = parse('{"method": "ngram", "num_speculative_tokens": 4}')
+    engine.resolved = dataclasses.replace(engine.resolved, speculation=speculation)
     report = startup_report(engine, ServerConfig(), "http://h:1", 1.25)  # type: ignore[arg-type]
     rows = dict(line.split("  ", 1) for line in report.splitlines())
     told = "ngram, up to 4 drafts a step by the last 3 to 5 tokens; none with more than 32 requests running"

@@ -35,6 +35,7 @@ from aioengine.kv_layout import layout_of
 from aioengine.loader import load_model, make_runner
 from aioengine.runner import Runner, StepResult
 from aioengine.sampler import Choice, compile_sampling
+from aioengine.speculation import Speculation
 from aioengine.types import SamplingParams
 from tests.engine.test_cuda_runner import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, gpu_config, make_forward, small_grids
 from tests.models.plans import Planner
@@ -354,9 +355,8 @@ async def on_gpu(
     num_drafts = options.get("num_drafts", 0)
     config = gpu_config(str(folder), optimization_level=level)
     resolved = resolve(config, model_max_len=MAX_LEN, model_dtype="float16", cuda_available=True, num_cores=4)
-    resolved = dataclasses.replace(
-        resolved, max_num_seqs=MAX_SEQS, async_scheduling=depth > 1, num_speculative_tokens=num_drafts
-    )
+    speculation = Speculation(num_drafts, lookup_max=5, lookup_min=3, batch_limit=0) if num_drafts else None
+    resolved = dataclasses.replace(resolved, max_num_seqs=MAX_SEQS, async_scheduling=depth > 1, speculation=speculation)
     device = CudaDevice(resolved)
     loaded = load_model(load_checkpoint(config.model), resolved, device)
     runner: Any = make_runner(loaded, layout_of(loaded.spec, resolved), resolved, config.cache, device)
